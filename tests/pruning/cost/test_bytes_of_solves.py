@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from simulated_gpu import GPU
 from tensor_bytes import TensorBytes
 
+from iobs.core import quadratic
 from iobs.core.patterns import Unstructured
 from iobs.pruning.blockwise.spill import Storage
 from iobs.pruning.calibration import gram
@@ -18,6 +20,7 @@ from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.solvers import ADMM
 
 TOKENS, WIDTH = 64, 256
 
@@ -64,6 +67,29 @@ def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, part
     gathered, solved = counted(layer, kind, recipe, InMemory())
     assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
     assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
+
+
+@pytest.mark.parametrize(("shape", "pairs"), [((48, 352), True), ((512, WIDTH), False)])
+def test_plan_foretells_the_bytes_of_solves_on_a_gpu(shape, pairs, gpu, monkeypatch):
+    """The torch forms of the kernels take more matrices than those of a CPU, and no factor is computed in place."""
+    for module in (gram, problem, memory_plan):
+        monkeypatch.setattr(module, "WIDE", 64)
+    for name, value in {"_LARGE": 64, "_ROWS": 32}.items():
+        monkeypatch.setattr(quadratic, name, value)
+    torch.manual_seed(0)
+    recipe = Recipe(solver=ADMM("fast"), target="residual" if pairs else "layer")
+    layer, kind = Layer("a", shape), GramKind(1, pairs, shape[0] if pairs else 0)
+    own, weight = torch.randn(1, 2 * shape[1], shape[1]), torch.randn(shape).to(GPU)
+    found = Gram.empty(layer, GPU, pairs, False, kind.drift(layer) > 0)
+    drift = torch.randn(1, len(own[0]), shape[0]).to(GPU) if found.drift is not None else None
+    found.add(own.to(GPU), (own + 0.1).to(GPU) if pairs else None, drift)
+    found.finish()
+    found.forget_energy()
+    before = gpu.reset_peak()
+    task = Task(layer, Unstructured(0.5), weight, weight.clone() if pairs else None, recipe)
+    solve_layer(task, Statistics(found))
+    assert before > 0
+    assert 0.95 < solving_bytes(layer, recipe, kind, on_gpu=True) / gpu.peak < 1.1
 
 
 @pytest.mark.parametrize("shape", [(WIDTH, 704), (704, WIDTH)])

@@ -347,8 +347,9 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind, on_gpu: bool = 
     - the solver, with a damped Hessian, the linear term and the anchor in float32. ADMM's search has the scaled
       Hessian, an inverse with half of its size besides, the masks and five matrices. On a GPU a projection takes three
       more matrices than on a CPU, while the inverse is there alone. ADMM's refit has one square and
-      seven matrices. Exact elimination has the Hessian, its factor and a copy in float64, or one square and six
-      matrices;
+      seven matrices; on a GPU eleven, or nine with a dense model. With a dense model a GPU has the scaled Hessian
+      beside another in float64 and its factor, where a CPU factorises in place. Exact elimination has the Hessian, its
+      factor and a copy in float64, or one square and six matrices;
     - the errors: products of matrices in the dtype of the Grams.
     """
     square, matrix = layer.shape[1] ** 2, layer.weights // layer.groups
@@ -362,7 +363,10 @@ def solving_bytes(layer: Matrix, recipe: Recipe, kind: GramKind, on_gpu: bool = 
     regression = number * (2 * square + 8 * matrix) if kind.pairs and kind.parts > 1 else 0
     problem = (4 if wide else 8) * square + (16 if kind.pairs else 4) * matrix
     if is_admm(recipe):
-        search = max(10 * square + 21 * matrix, 4 * square + 29 * matrix, 8 * square + 33 * matrix if on_gpu else 0)
+        search = max(10 * square + 21 * matrix, 4 * square + 29 * matrix)
+        if on_gpu:
+            refit = 4 * square + (38 if kind.pairs else 46) * matrix
+            search = max(search, 8 * square + 33 * matrix, refit, 20 * square if kind.pairs else 0)
     else:
         search = max(24 * square, 6 * square + 21 * matrix)
     errors = 12 * matrix if wide else 4 * square + 44 * matrix
