@@ -130,9 +130,9 @@ def test_device_that_misses_a_batch_fails_the_comparisons_of_networks(tiny, monk
 
 
 @pytest.mark.slow
-def test_networks_on_a_gpu_pass_the_check(embedded, gpu, monkeypatch):
+def test_network_on_a_gpu_passes_the_check(embedded, gpu, monkeypatch):
     monkeypatch.setattr(iobs, "load", lambda: embedded)  # transformers fills no buffers on the simulated GPU
-    assert [one for one in itertools.islice(network_checks(GPU), 2) if not one.passed] == []
+    assert [one for one in itertools.islice(network_checks(GPU), 1) if not one.passed] == []
 
 
 @pytest.mark.slow
