@@ -4,6 +4,8 @@ import pytest
 import torch
 from families import MODELS, build
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Dinov2Config,
     Dinov2Model,
     PvtConfig,
@@ -23,7 +25,7 @@ from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_fields import Field
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.shapes import built
+from iobs.pruning.structure.shapes import built, shapes_of
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.widths import configure, require_loadable, widths_of
 from iobs.pruning.structured_plan import planned_units
@@ -271,3 +273,23 @@ def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(
     monkeypatch.setattr("iobs.pruning.structure.widths.built", one_alone)
     message = "cannot be built from the narrower configuration: fewer heads take all neurons"
     refused(model, data[0], ModelError, message, monkeypatch)
+
+
+def test_infinite_values_of_a_configuration_are_read_again():
+    """Hybrids of attention and Mamba limit their time steps to (0, inf), which transformers writes in a form of its own."""
+    config = BambaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+    )
+    with torch.device("meta"):
+        model = BambaForCausalLM(config)
+    assert config.time_step_limit[1] == float("inf")
+    assert built(model, config) == shapes_of(model)

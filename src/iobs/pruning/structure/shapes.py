@@ -29,8 +29,8 @@ def shapes_of(model: nn.Module) -> Shapes:
 def built(model: nn.Module, config: Configuration) -> Shapes | str:
     """The shapes of the model's class for a configuration, or the reason why it cannot be built."""
     try:
-        # As saving and loading do: some values are checked or derived anew.
-        loaded = type(config).from_dict(json.loads(config.to_json_string()))
+        # As saving and loading do: some values are checked or derived anew. Infinite values stay numbers here.
+        loaded = type(config).from_dict(json.loads(json.dumps(config.to_diff_dict())))
         with torch.device("meta"), torch.no_grad():
             return shapes_of(type(model)(loaded))
     except Exception as error:  # every class has its own checks
