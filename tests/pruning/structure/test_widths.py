@@ -276,7 +276,7 @@ def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(
 
 
 def test_infinite_values_of_a_configuration_are_read_again():
-    """Hybrids of attention and Mamba limit their time steps to (0, inf), which transformers writes in a form of its own."""
+    """Hybrids of attention and Mamba limit time steps to (0, inf), which transformers writes in its own form."""
     config = BambaConfig(
         vocab_size=32,
         hidden_size=32,
