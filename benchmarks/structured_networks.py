@@ -266,6 +266,7 @@ def tables(rows: list[Row]) -> str:
         "- Units of these scores are removed, and their batch norms and steps run, by our loop.",
         '- "Steps" are the gradient steps of "ours, tuned".',
         "- A star: at least one row is from before the layers that read no units were refitted.",
+        *_on_gpus(rows),
         "",
     ]
     for name in dict.fromkeys(row["network"] for row in rows):
@@ -287,6 +288,13 @@ def tables(rows: list[Row]) -> str:
             text.append(f"| {NAMES.get(method, method)} | {several} | " + " | ".join(cells) + " |")
         text.append("")
     return "\n".join(text).rstrip()
+
+
+def _on_gpus(rows: list[Row]) -> list[str]:
+    """A note on rows that were pruned on a GPU; the scores of all are computed on a CPU."""
+    found = [row for row in rows if "NVIDIA" in row["machine"]]
+    named = ", ".join(f"{row['network']} {row['share']:.0%} {NAMES.get(row['method'], row['method'])}" for row in found)
+    return [f"- Pruned on {found[0]['machine'].split(',')[0]}, scored on a CPU: {named}."] if found else []
 
 
 def cell(scores: list[float], digits: int) -> str:
