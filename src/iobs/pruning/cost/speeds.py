@@ -11,7 +11,8 @@ from iobs.core.modes import full_precision
 from iobs.pruning.calibration.inner import sums_in_float32
 from iobs.pruning.cost.loads import Rates
 
-_SIDE, _LONGER = 1024, 2048  # of a product whose speed is measured; a GPU mostly waits during shorter ones
+_SIDE = 1024  # of a product whose speed is measured
+_WIDER = 2  # times as wide on a GPU, which mostly waits during shorter products
 _ENTRIES = 2**22  # of an entrywise sum whose speed is measured
 _COPIED = 2**26  # bytes of a copy whose speed is measured
 _CALLS = 3  # of which the fastest is the measured one: other programs make single calls look longer
@@ -36,7 +37,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype, locked: bool = True
 
 def speed(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Measured floating-point operations per second of a product: multiplications and additions."""
-    side = _SIDE if device.type == "cpu" or dtype is torch.float64 else _LONGER  # few GPUs are fast in float64
+    side = _SIDE if device.type == "cpu" or dtype is torch.float64 else _WIDER * _SIDE  # few are fast in float64
     left, right = (torch.ones(rows * side, 2 * side, device=device, dtype=dtype) for rows in (1, 2))
     return 8 * float(side) ** 3 / least_seconds(lambda: (left @ right)[0, 0])
 
