@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
@@ -82,21 +82,17 @@ class Load:
     inner: float = 0.0
 
     def __add__(self, other: Load) -> Load:
-        return Load(*(own + its for own, its in zip(self._parts, other._parts, strict=True)))
+        return Load(*(own + its for own, its in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, factor: float) -> Load:
-        return Load(*(own * factor for own in self._parts))
-
-    @property
-    def _parts(self) -> tuple[float, ...]:
-        return self.block, self.single, self.double, self.moved, self.inner
+        return Load(*(own * factor for own in astuple(self)))
 
     def seconds(self, rates: Rates) -> float:
         """Time at the rates of a machine."""
         double = rates.solve / 2 if rates.double is None else rates.double
         inner = rates.solve if rates.inner is None else rates.inner
         speeds = rates.product, rates.solve, double, rates.memory, inner
-        return sum(part / speed for part, speed in zip(self._parts, speeds, strict=True))
+        return float(sum(part / speed for part, speed in zip(astuple(self), speeds, strict=True)))
 
 
 def is_admm(recipe: Recipe) -> bool:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.errors import ModelError, first_line, is_out_of_memory
-from iobs.pruning.samples import batches
+from iobs.pruning.structure.refusals import refused
 from iobs.pruning.structure.trace import Read, Source, Trace
 
 UNTOUCHED, SHARED = -1, -2  # labels of entries that no column, or columns of several units, depend on
@@ -58,16 +57,9 @@ class Dependencies:
             for one, weight in zip(inputs, weights, strict=True)
         ]
         leaves = [leaf for _, leaf in self.leaves]
-        try:
+        reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
+        with refused(reason):
             grads = torch.autograd.grad(inputs, leaves, noise, retain_graph=True, allow_unused=True)
-        except batches.REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelError(
-                "Units cannot be found: they need gradients between layers, and a backward pass that the model "
-                f"defines fails in eval mode ({type(error).__name__}: {first_line(error)}). Prune entries instead: "
-                "Unstructured or NM."
-            ) from error
         found: dict[str, Tensor] = {}
         counters: dict[str, int] = {}
         for (name, _), grad in zip(self.leaves, grads, strict=True):

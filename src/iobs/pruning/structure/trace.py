@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iobs.errors import ModelError, first_line, is_out_of_memory
 from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
+from iobs.pruning.structure.refusals import refused
 
 TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
 _MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
@@ -133,16 +133,9 @@ def trace(model: nn.Module, batch: batches.Batch) -> Trace:
     recorder = _Recorder(model)
     given = shortened(batch)
     recorder.found.samples = batches.size(given)
-    with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder:
-        try:
-            output = batches.forward(model, given)
-        except batches.REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelError(
-                f"Units cannot be found: {type(model).__name__} does not take noise in place of the outputs of its "
-                f"layers ({type(error).__name__}: {first_line(error)}). Prune entries instead: Unstructured or NM."
-            ) from error
+    reason = f"{type(model).__name__} does not take noise in place of the outputs of its layers"
+    with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder, refused(reason):
+        output = batches.forward(model, given)
     values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
     recorder.settle_norms(values)
     recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
