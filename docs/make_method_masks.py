@@ -206,7 +206,7 @@ def log_probabilities(network: nn.Module, weight: Tensor, batches: list[dict[str
 
 
 def draw(masks: dict[str, Tensor], errors: dict[str, float]) -> None:
-    """One picture for each mask: the first 24 rows and 48 columns, compared with the mask of smallest error."""
+    """One figure for each mask: the first 24 rows and 48 columns, compared with the mask of smallest error."""
     reference = masks[min(errors, key=errors.__getitem__)][:24, :48]
     figure, axes = plt.subplots(4, 3, figsize=(9.6, 7.6), dpi=100)
     colours = matplotlib.colors.ListedColormap(["#ffffff", "#f2b8a0", "#d1495b", "#30475e"])

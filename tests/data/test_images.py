@@ -135,7 +135,7 @@ def test_damaged_zip_and_empty_folder_are_refused(tmp_path, embedded):
     with pytest.raises(DataError, match="not a zip"):
         data.open_source([str(tmp_path / "a.zip")], "calibration", embedded)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no pictures"):
+    with pytest.raises(DataError, match="no images"):
         data.open_source([str(tmp_path / "empty")], "calibration", embedded)
 
 
@@ -161,7 +161,7 @@ def test_hidden_folders_are_ignored_and_stray_images_refused(tmp_path, embedded)
     for source in ("set", "set.zip"):
         assert data.open_source([str(tmp_path / source)], "calibration", embedded).targets.tolist() == [0, 1]
     image.new("RGB", (4, 4)).save(tmp_path / "set" / "logo.png")
-    with pytest.raises(DataError, match=r"logo\.png lies beside folders of pictures"):
+    with pytest.raises(DataError, match=r"logo\.png lies beside folders of images"):
         data.open_source([str(tmp_path / "set")], "calibration", embedded)
 
 
@@ -184,14 +184,14 @@ def test_class_is_the_name_of_the_deciding_folder(make_set, embedded, names, lab
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("cat/a.png", "dog/a.tiff", "eel/a.png"), r"dog has no pictures \(.png"),
-        (("cat/a.png", "dog/", "eel/a.png"), r"dog has no pictures"),
+        (("cat/a.png", "dog/a.tiff", "eel/a.png"), r"dog has no images \(.png"),
+        (("cat/a.png", "dog/", "eel/a.png"), r"dog has no images"),
         (
             ("train/cat/a.png", "train/dog/a.png", "val/cat/a.png"),
             "train and val, which are splits of a data set",
         ),
         (("Test/1.png", "train/2.png"), "Test and train, which are splits"),
-        (("cat/a.png", "dog/large/a.png"), "pictures lie in cat and in dog/large"),
+        (("cat/a.png", "dog/large/a.png"), "images lie in cat and in dog/large"),
         (("animals/cat/a.png", "animals/dog/a.png", "cars/old/a.png"), "lie in animals/cat and in animals/dog"),
     ],
 )

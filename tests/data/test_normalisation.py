@@ -39,7 +39,7 @@ def test_images_use_the_transform_of_a_timm_network(tmp_path):
     zipped = data.open_source([str(tmp_path / "p.zip")], "evaluation", loaded)
     assert torch.equal(zipped.inputs[torch.arange(2)], source.inputs[torch.arange(2)])
     (tmp_path / "pictures" / "n01" / "p.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"p\.png is not a picture"):
+    with pytest.raises(DataError, match=r"p\.png is not an image"):
         evaluate(loaded, source)
 
 

@@ -56,7 +56,7 @@ def test_keyword_inputs_may_have_targets(tmp_path):
     ("names", "message"),
     [
         (["a.py"], "a.py:FUNCTION"),
-        (["A.PNG"], "a folder or zip of pictures"),
+        (["A.PNG"], "a folder or zip of images"),
         (["a.npz", "b.npz"], "a.npz is one of 2 sources"),
         (["a.npz"], "is not an .npz file, or is damaged"),
         (["a.npy"], "numpy.savez"),
@@ -78,7 +78,7 @@ def test_text_needs_a_tokenizer(tmp_path):
     loaded = models.load(f"{tmp_path / 'net.py'}:build")
     (tmp_path / "a.txt").write_text("some text")
     source = data.open_source([str(tmp_path / "a.txt")], "calibration", loaded)
-    with pytest.raises(ModelError, match=r"no tokenizer.* A network for pictures takes"):
+    with pytest.raises(ModelError, match=r"no tokenizer.* A network for images takes"):
         data.calibration_batches(source, loaded, samples=3, length=8, seed=0)
     with pytest.raises(DataError, match="needs --data"):
         data.open_source([], "calibration", loaded)

@@ -50,12 +50,12 @@ def test_figure_mnist_reads_files_or_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "bad").write_bytes(b"nothing")
     for name in ("m.npz", "train-images-idx3-ubyte"):
         monkeypatch.setenv("IOBS_MNIST", str(tmp_path / name))
-        read, source = figure_mnist._pictures(False)
+        read, source = figure_mnist._images(False)
         np.testing.assert_array_equal(read, pictures.reshape(2, 784))
         assert name in source
     monkeypatch.setenv("IOBS_MNIST", str(tmp_path / "bad"))
     with pytest.raises(DataError, match="Cannot read MNIST"):
-        figure_mnist._pictures(False)
+        figure_mnist._images(False)
     monkeypatch.delenv("IOBS_MNIST")
     with pytest.raises(DataError, match=r"set IOBS_MNIST .* or run with --stand-in"):
-        figure_mnist._pictures(False)
+        figure_mnist._images(False)

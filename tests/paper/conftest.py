@@ -21,7 +21,7 @@ def seeds(monkeypatch):
         for name in ("language_model", "calibration", "_mmlu"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *arguments: SimpleNamespace(module=None))
-        for name in ("stand_in", "on_pictures"):
+        for name in ("stand_in", "on_images"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *arguments: network)
         if hasattr(module, "iterate"):

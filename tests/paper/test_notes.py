@@ -48,9 +48,9 @@ DATA_NOTES = {
     "calibrated on wikitext2, redpajama and scored on all of wikitext2, c4.",
     llama: "Calibrated on mine.txt, scored on a.txt, b.txt, 5 windows (and questions of a subject) at most; the "
     "published figures are calibrated on redpajama and scored on all of wikitext2, c4.",
-    table_vit: "Calibrated on train, scored on held, 5 pictures at most; the published figures are calibrated on "
+    table_vit: "Calibrated on train, scored on held, 5 images at most; the published figures are calibrated on "
     "ImageNet and scored on all of ImageNet.",
-    table_cbs: "Calibrated on train, scored on held, 5 pictures at most; the published figures are calibrated on "
+    table_cbs: "Calibrated on train, scored on held, 5 images at most; the published figures are calibrated on "
     "ImageNet and scored on all of ImageNet.",
 }
 

@@ -110,8 +110,8 @@ def test_reproduce_names_damaged_mnist_files(name, tmp_path, monkeypatch):
     assert f"Cannot read MNIST from {tmp_path / name}" in " ".join(result.stderr.split())
 
 
-def test_reproduce_says_that_a_file_has_too_few_pictures(tmp_path, monkeypatch):
+def test_reproduce_says_that_a_file_has_too_few_images(tmp_path, monkeypatch):
     np.savez(tmp_path / "few.npz", x_train=np.ones((3, 28, 28), np.uint8))
     monkeypatch.setenv("IOBS_MNIST", str(tmp_path / "few.npz"))
-    with pytest.raises(DataError, match="3 pictures, 20 are needed"):
+    with pytest.raises(DataError, match="3 images, 20 are needed"):
         find("figure-mnist").run(PLAIN)

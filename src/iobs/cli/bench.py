@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @console.with_groups
 def bench(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune or iobs pack wrote.")],
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens, or pictures, of one repetition.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens, or images, of one repetition.")] = 32,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each form, which take turns.")] = 3,
     precision: Annotated[str | None, console.precision()] = None,
@@ -40,12 +40,12 @@ def bench(
         int | None, typer.Option(min=1, help="Threads; by default as in iobs run.", show_default=False)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(callback=console.at_home, help="Write a picture of the table (.svg).")
+        Path | None, typer.Option(callback=console.at_home, help="Write a figure of the table (.svg).")
     ] = None,
     trust_remote_code: console.TrustRemoteCode = False,
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
-    """Measure tokens or pictures a second, bytes and memory on the CPU: dense, and with the zeros used."""
+    """Measure tokens or images a second, bytes and memory on the CPU: dense, and with the zeros used."""
     from iobs.cli.benching import Workload, measured
     from iobs.cli.loading import checked_precision
     from iobs.cli.progress import Steps

@@ -36,9 +36,9 @@ class Workload:
 
     Args:
         model: directory or name of the model.
-        tokens: new tokens of a text, or pictures, of one repetition.
+        tokens: new tokens of a text, or images, of one repetition.
         prompt: tokens of the prompt.
-        shape: shape of one picture; None: as the model says.
+        shape: shape of one image; None: as the model says.
         precision: the fewest bits of a weight of the stored form.
         threads: threads; None: one for the compiled step, and for the others the faster of all threads and one.
         trust_remote_code: also run code that comes with the weights.
@@ -58,7 +58,7 @@ class Repetition:
     """The work that is measured; a call does it once.
 
     Attributes:
-        run: generates a text, or computes pictures one by one.
+        run: generates a text, or computes images one by one.
         own_bytes: bytes that it keeps beside the tensors of the model.
     """
 
@@ -72,7 +72,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Timing:
-    """One repetition: units a second, and prompt tokens a second (None for pictures)."""
+    """One repetition: units a second, and prompt tokens a second (None for images)."""
 
     speed: float
     prompt_speed: float | None
@@ -143,7 +143,7 @@ def _measured_together(
             yield RunningRow(
                 names[form],
                 statistics.median(one.speed for one in timings[form]),
-                "tokens/s" if prompts else "pictures/s",
+                "tokens/s" if prompts else "images/s",
                 statistics.median(prompts) if prompts else None,
                 sizes[form],
                 peak.result(),
@@ -189,7 +189,7 @@ def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]
     else:
         dtype = getattr(torch, form) if form in DENSE else None
         loaded = load(model, dtype=dtype, trust_remote_code=work.trust_remote_code)
-    example = None if loaded.task == "causal-lm" else picture_of(loaded, work)
+    example = None if loaded.task == "causal-lm" else image_of(loaded, work)
     kept = precision_of(loaded.module)
     if kept is not None:
         work = replace(work, precision=kept)
@@ -250,13 +250,13 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
-        picture = picture_of(loaded, work)
+        image = image_of(loaded, work)
 
         def classify() -> Timing:
             started = time.perf_counter()
             with torch.no_grad():
                 for _ in range(work.tokens):
-                    loaded.module(picture)
+                    loaded.module(image)
             return Timing(work.tokens / (time.perf_counter() - started), None)
 
         return Repetition(classify)
@@ -285,8 +285,8 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 
 
-def picture_of(loaded: LoadedModel, work: Workload) -> Tensor:
-    """A random picture of the shape that the model or the user says.
+def image_of(loaded: LoadedModel, work: Workload) -> Tensor:
+    """A random image of the shape that the model or the user says.
 
     Raises:
         ModelError: neither says a shape.

@@ -80,18 +80,18 @@ def measured_beside(
 
 
 def input_of(loaded: LoadedModel, work: Workload) -> Tensor | dict[str, Tensor]:
-    """One sample: a prompt for a model of text, otherwise a picture of the shape that the model or the user says.
+    """One sample: a prompt for a model of text, otherwise an image of the shape that the model or the user says.
 
     Raises:
         ModelError: neither says a shape.
     """
     import torch
 
-    from iobs.cli.benching import picture_of
+    from iobs.cli.benching import image_of
 
     embeddings = getattr(loaded.module, "get_input_embeddings", lambda: None)()
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if work.shape is not None or vocabulary is None:
-        return picture_of(loaded, work)
+        return image_of(loaded, work)
     length = min(work.prompt, loaded.context or work.prompt)
     return {"input_ids": torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))}

@@ -231,7 +231,7 @@ TrustRemoteCode = Annotated[
 Shape = Annotated[
     str | None,
     typer.Option(
-        "--shape", metavar="C,H,W", help="Shape of a picture, if the model does not say it.", show_default=False
+        "--shape", metavar="C,H,W", help="Shape of an image, if the model does not say it.", show_default=False
     ),
 ]
 

@@ -36,7 +36,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs export OUT --to onnx --bits 8": "a graph for ONNX Runtime, weights rounded to 8 bits",
         "iobs export OUT --to macko": "zeros left out, for the GPU kernels of MACKO",
         "iobs export OUT --to compressed-tensors --bits 4": "a directory for transformers and vLLM",
-        "iobs export OUT --to openvino --shape 3,224,224": "a graph for OpenVINO, of your own network for pictures",
+        "iobs export OUT --to openvino --shape 3,224,224": "a graph for OpenVINO, of your own network for images",
         "iobs export OUT --to coreml --bits 16": "a bit mask and 16-bit values, for Core ML",
     },
     "run": {
@@ -45,9 +45,9 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "iobs run OUT 'Once upon a time' --precision bf16 --tokens 20 --json": "exact to bfloat16, for a program",
     },
     "bench": {
-        "iobs bench OUT": "tokens or pictures a second, bytes and memory: dense, and with the zeros used",
+        "iobs bench OUT": "tokens or images a second, bytes and memory: dense, and with the zeros used",
         "iobs bench OUT --beside MODEL": "a model with fewer units beside the one before, in torch and ONNX Runtime",
-        "iobs bench OUT.packed --tokens 64 --plot speed.svg --json": "a packed model, with a picture",
+        "iobs bench OUT.packed --tokens 64 --plot speed.svg --json": "a packed model, with a figure",
     },
     "solve": {
         "iobs solve data.csv --target price -k 5": "the best five columns",

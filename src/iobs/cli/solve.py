@@ -213,7 +213,7 @@ def _check_outputs(output: Path | None, plot: Path | None) -> None:
         endings = FigureCanvasBase.get_supported_filetypes()
         if plot.suffix.lower().removeprefix(".") not in endings:
             raise UnusableOutputError(
-                f"Cannot draw {plot}: pictures end in {', '.join(f'.{name}' for name in endings)}."
+                f"Cannot draw {plot}: figures end in {', '.join(f'.{name}' for name in endings)}."
             )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
+    from PIL.Image import Image as PILImage
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _READ = ", ".join(IMAGE_SUFFIXES)
@@ -31,7 +31,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
 
-Transform: TypeAlias = "Callable[[Picture], Tensor]"
+Transform: TypeAlias = "Callable[[PILImage], Tensor]"
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 
@@ -80,7 +80,7 @@ def read_arrays(file: Path, statistics: Statistics = IMAGENET) -> tuple[Tensor, 
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageFiles:
     """Images in files, read and transformed on access, so that the set may be larger than memory.
 
     Attributes:
@@ -106,12 +106,12 @@ class Pictures:
             DataError: an image is damaged.
         """
         names = [self.names[number] for number in chosen.tolist()]
-        return torch.stack([self.transform(_picture(self.source, name, self.read)) for name in names])
+        return torch.stack([self.transform(_opened(self.source, name, self.read)) for name in names])
 
 
-def read_pictures(
+def read_images(
     source: Path, transform: Transform | None = None, statistics: Statistics = IMAGENET
-) -> tuple[Tensor | Pictures, Tensor | None]:
+) -> tuple[Tensor | ImageFiles, Tensor | None]:
     """Read images (N, 3, H, W) float32 and labels (N,) int64 (None if absent) from a folder or zip file.
 
     With several folders, each is a class. Its label is its name if all names are numbers, else its position in
@@ -129,16 +129,16 @@ def read_pictures(
             class folders are ambiguous: images lie beside them or at several depths, or they are train and val.
     """
     if importlib.util.find_spec("PIL") is None:
-        raise DataError("Reading pictures needs Pillow: pip install 'iobs[vision]'.")
+        raise DataError("Reading images needs Pillow: pip install 'iobs[vision]'.")
     entries, read = _contents(source)
     names, labels = _labelled(source, entries)
     if transform is not None:
-        return Pictures(source, names, read, transform), labels
+        return ImageFiles(source, names, read, transform), labels
     arrays: list[np.ndarray] = []
     for name in names:
-        arrays.append(np.asarray(_picture(source, name, read)))
+        arrays.append(np.asarray(_opened(source, name, read)))
         if arrays[-1].shape != arrays[0].shape:
-            raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all pictures to one size.")
+            raise DataError(f"{source}: {names[0]} and {name} differ in size; resize all images to one size.")
     return _as_tensor(np.stack(arrays).transpose(0, 3, 1, 2), statistics), labels
 
 
@@ -194,7 +194,7 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
     seen = [name for name in entries if not _hidden(name)]
     found = sorted(name for name in seen if name[-1] != "/" and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
     if not found:
-        raise DataError(f"{source} has no pictures ({_READ}). Text files are named one by one: repeat --data.")
+        raise DataError(f"{source} has no images ({_READ}). Text files are named one by one: repeat --data.")
     folders, holding = set(map(_folder, seen)), set(map(_folder, found))
     root: tuple[str, ...] = ()
     while root not in holding and len(classes := _inside(root, folders)) == 1:  # as in a zip file of one folder
@@ -205,7 +205,7 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
     if len(holding) > 1:
         stray = next(name for name in found if _folder(name) == root)
         raise DataError(
-            f"{source}: {stray} lies beside folders of pictures, whose names are classes; move it into a class "
+            f"{source}: {stray} lies beside folders of images, whose names are classes; move it into a class "
             "folder, or remove it."
         )
     stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
@@ -213,13 +213,13 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
     return found, _numbers(stems, stems) if numbered else None
 
 
-def _require_classes(place: Path, classes: set[str], pictures: Sequence[tuple[str, ...]]) -> None:
+def _require_classes(place: Path, classes: set[str], images: Sequence[tuple[str, ...]]) -> None:
     """Raise unless folders are classes: each holds images, at the same place inside each folder.
 
     Args:
         place: parent of the folders.
         classes: names of the folders.
-        pictures: for each image the folders that contain it, starting with the class folder.
+        images: for each image the folders that contain it, starting with the class folder.
 
     Raises:
         DataError: a folder is empty, images lie at different places, or the folders are splits of a data set.
@@ -229,17 +229,17 @@ def _require_classes(place: Path, classes: set[str], pictures: Sequence[tuple[st
         raise DataError(
             f"{place} holds {' and '.join(parts)}, which are splits of a data set, not classes; give only one of them."
         )
-    empty = sorted(classes - {folders[0] for folders in pictures})
+    empty = sorted(classes - {folders[0] for folders in images})
     if empty:  # ignoring it would shift the labels of the classes after it
         raise DataError(
-            f"{place / empty[0]} has no pictures ({_READ}), but the folders beside it are classes; convert its files "
+            f"{place / empty[0]} has no images ({_READ}), but the folders beside it are classes; convert its files "
             "to these formats, or move the folder away."
         )
-    unlike = {folders[1:]: "/".join(folders) for folders in pictures}
+    unlike = {folders[1:]: "/".join(folders) for folders in images}
     if len(unlike) > 1:  # CLASS/images is unambiguous only if every class has it
         one, other = [*unlike.values()][:2]
         raise DataError(
-            f"{place}: pictures lie in {one} and in {other}, so it is not clear which folders are the classes; "
+            f"{place}: images lie in {one} and in {other}, so it is not clear which folders are the classes; "
             "give a folder whose direct subfolders are the classes."
         )
 
@@ -268,7 +268,7 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(name).parts)
 
 
-def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Picture:
+def _opened(source: Path, name: str, read: Callable[[str], bytes]) -> PILImage:
     """Read an image from a folder or zip file, and convert it to RGB.
 
     Raises:
@@ -280,16 +280,16 @@ def _picture(source: Path, name: str, read: Callable[[str], bytes]) -> Picture:
         with Image.open(io.BytesIO(read(name))) as opened:
             return _in_colour(opened)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{source}: {name} is not a picture, or is damaged.") from error
+        raise DataError(f"{source}: {name} is not an image, or is damaged.") from error
 
 
-def _in_colour(picture: Picture) -> Picture:
+def _in_colour(image: PILImage) -> PILImage:
     """Convert an image to 8-bit RGB; 16-bit grey is scaled to 8 bits first, since Pillow would clip it."""
-    if picture.mode.startswith("I"):
+    if image.mode.startswith("I"):
         from PIL import Image
 
-        picture = Image.fromarray((np.asarray(picture) / 257).round().clip(0, 255).astype(np.uint8))
-    return picture.convert("RGB")
+        image = Image.fromarray((np.asarray(image) / 257).round().clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _as_labels(file: Path, labels: np.ndarray) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
-from iobs.data.images import IMAGE_SUFFIXES, Pictures, read_arrays, read_pictures
+from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images
 from iobs.data.normalisation import statistics_of, transform_of
 from iobs.data.topics import embedded_text
 from iobs.data.windows import calibration_windows
@@ -34,11 +34,11 @@ class TextSource:
 class ArraySource:
     """Inputs (N, ...) and, if known, targets: classes (N,) int64, or real numbers (N, ...) float32.
 
-    Inputs of type `Pictures` are read from files on access.
+    Inputs of type `ImageFiles` are read from files on access.
     """
 
     name: str
-    inputs: Tensor | Pictures
+    inputs: Tensor | ImageFiles
     targets: Tensor | None
 
 
@@ -81,13 +81,13 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
         if path.suffix.lower() == ".npz" and path.is_file():
             return ArraySource(spec, *read_arrays(path, statistics_of(model)))
         if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
-            return ArraySource(spec, *read_pictures(path, transform_of(model), statistics_of(model)))
+            return ArraySource(spec, *read_images(path, transform_of(model), statistics_of(model)))
     files = [Path(spec).expanduser() for spec in specs]
     for file in files:
         if not file.is_file():
             raise DataError(
                 f"{file} is not a file; --data takes text files (.txt, .jsonl, also .gz), one .npz, one folder or zip "
-                f"of pictures, one FILE.py:function, or one of {', '.join(CORPORA)}."
+                f"of images, one FILE.py:function, or one of {', '.join(CORPORA)}."
             )
         _require_text(file, len(files))
     piece = PIECE if part == "calibration" else None
@@ -95,7 +95,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
 
 
 def _require_text(file: Path, count: int) -> None:
-    """Check by its ending that one of `count` files holds no pictures, arrays or code.
+    """Check by its ending that one of `count` files holds no images, arrays or code.
 
     Raises:
         DataError: it does; the message says how such data are given.
@@ -104,7 +104,7 @@ def _require_text(file: Path, count: int) -> None:
     if ending == ".py":
         raise DataError(f"{file} is Python code; name its function that returns batches, as {file}:FUNCTION.")
     if ending in IMAGE_SUFFIXES:
-        raise DataError(f"{file} is one picture; give a folder or zip of pictures.")
+        raise DataError(f"{file} is one image; give a folder or zip of images.")
     if ending in (".npz", ".zip") and count > 1:
         raise DataError(f"{file} is one of {count} sources, and only text files can be several; give it alone.")
     if ending in (".npy", ".pt", ".pth", ".safetensors"):
@@ -162,7 +162,7 @@ def _default(part: Part, model: LoadedModel) -> Source:
         return TextSource("embedded text", lambda: embedded_text(split))  # type: ignore[arg-type]
     if model.task != "causal-lm":
         raise DataError(
-            f"{model.source} needs --data: an .npz, a folder or zip of pictures, or "
+            f"{model.source} needs --data: an .npz, a folder or zip of images, or "
             "FILE.py:function that returns batches."
         )
     name = "c4" if part == "calibration" else "wikitext2"

@@ -1,4 +1,4 @@
-"""Samples with the outputs of the dense and of the pruned model: continued text, or pictures with predicted labels."""
+"""Samples with the outputs of the dense and of the pruned model: continued text, or images with predicted labels."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from iobs.pruning.samples.batches import REFUSALS, Batch
 from iobs.pruning.samples.outputs import logits, targets
 from iobs.pruning.samples.shown import Sample
 
-_PICTURES, _TEXTS = 8, 2  # samples that are shown
+_IMAGES, _TEXTS = 8, 2  # samples that are shown
 _PROMPT, _MOST_TOKENS, _FEWEST_TOKENS = 24, 40, 4
 _SECONDS = 10.0  # time for the continuations of one model; slow models continue for fewer tokens
-_SIDE = 96  # pixels of a picture's longer side
+_SIDE = 96  # pixels of an image's longer side
 
 
 class BeforeAfter(Callback):
     """Adds samples with the outputs of both models to the report of a run.
 
     Token ids are continued by the most likely tokens, if there is a tokenizer. A prompt begins where a text begins,
-    with the tokenizer's first token: many dense models continue the middle of a text badly. Pictures get the predicted
+    with the tokenizer's first token: many dense models continue the middle of a text badly. Images get the predicted
     classes. Other data, and models that are not entirely in memory, give no samples.
 
     Args:
@@ -61,7 +61,7 @@ class BeforeAfter(Callback):
         return tokens if isinstance(tokens, Tensor) and tokens.ndim == 2 else None
 
     @property
-    def _pictures(self) -> Tensor | None:
+    def _images(self) -> Tensor | None:
         given = None if self._batch is None else data_batches.inputs(self._batch)
         pixels = given.get("pixel_values") if isinstance(given, Mapping) else given
         is_picture = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.shape[1] in (1, 3)
@@ -75,8 +75,8 @@ class BeforeAfter(Callback):
         try:
             if self._tokens is not None and self._tokenizer is not None:
                 return [self._decoded(self._continued(self._model, prompt)) for prompt in self._prompts()]
-            if self._pictures is not None:
-                rows = torch.arange(min(_PICTURES, len(self._pictures)))
+            if self._images is not None:
+                rows = torch.arange(min(_IMAGES, len(self._images)))
                 values = logits(data_batches.forward(self._model, data_batches.take(self._batch, rows)))
                 if values.ndim == 2 and values.shape[1] > 1:
                     return [self._name(int(best)) for best in values.argmax(1)]
@@ -121,17 +121,17 @@ class BeforeAfter(Callback):
         assert self._batch is not None
         if self._tokens is not None:
             return self._decoded(self._prompts()[number]), None
-        assert self._pictures is not None
+        assert self._images is not None
         wanted = targets(self._batch)
         known = wanted is not None and wanted.ndim == 1 and not wanted.is_floating_point()
-        return as_png(self._pictures[number]), self._name(int(wanted[number])) if known and wanted is not None else None
+        return as_png(self._images[number]), self._name(int(wanted[number])) if known and wanted is not None else None
 
 
-def as_png(picture: Tensor) -> str:
-    """A picture (channels, height, width) as the address of a PNG; its values are scaled to the range of colours."""
+def as_png(image: Tensor) -> str:
+    """An image (channels, height, width) as the address of a PNG; its values are scaled to the range of colours."""
     from PIL import Image
 
-    values = picture.detach().float().cpu()
+    values = image.detach().float().cpu()
     low, high = values.min(), values.max()
     pixels = ((values - low) / (high - low).clamp_min(1e-12) * 255).byte().permute(1, 2, 0).numpy()
     image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)

@@ -64,7 +64,7 @@ def inputs_of(source: Source) -> Inputs:
     config = getattr(source.module, "config", None)
     if not is_pretrained(source.module) or config is None:
         raise ModelError(
-            "The inputs of this model are unknown. For pictures say --shape 3,224,224 on the command line. In Python, "
+            "The inputs of this model are unknown. For images say --shape 3,224,224 on the command line. In Python, "
             "give an example of one forward pass: iobs.export(model, directory, target, example=inputs)."
         )
     if hasattr(config, "image_size"):

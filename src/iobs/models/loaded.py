@@ -69,8 +69,8 @@ class LoadedModel:
         """
         if self.tokenizer is None:
             raise ModelError(
-                f"{self.source} has no tokenizer, so text cannot be fed to it. A network for pictures takes an .npz, a "
-                "folder or a zip of pictures; any network takes --data FILE.py:function, which returns batches; a "
+                f"{self.source} has no tokenizer, so text cannot be fed to it. A network for images takes an .npz, a "
+                "folder or a zip of images; any network takes --data FILE.py:function, which returns batches; a "
                 "language model needs its tokenizer files (tokenizer.json)."
             )
         return self.tokenizer

@@ -23,21 +23,21 @@ def run(request: Request) -> Results:
     """Run 4,000 steps on each of 20 images; measure the relative distance to the image."""
     import numpy as np
 
-    pictures, source = _pictures(request.stand_in)
-    if len(pictures) < TRIALS:
-        raise DataError(f"{source}: {len(pictures)} pictures, {TRIALS} are needed; give the file of all of them.")
+    images, source = _images(request.stand_in)
+    if len(images) < TRIALS:
+        raise DataError(f"{source}: {len(images)} images, {TRIALS} are needed; give the file of all of them.")
     rng = np.random.default_rng(request.seed)
-    chosen = pictures[rng.choice(len(pictures), TRIALS, replace=False)]
+    chosen = images[rng.choice(len(images), TRIALS, replace=False)]
     distances = {name: np.zeros(len(CHECKED)) for name in ("k-IHT", "Top-k-I-OBS")}
     recovered: dict[str, list[Array]] = {name: [] for name in distances}
-    for trial, picture in enumerate(chosen):
+    for trial, image in enumerate(chosen):
         X = rng.standard_normal((N, D)) / np.sqrt(N)
         for name, method in (("k-IHT", "iht"), ("Top-k-I-OBS", "topk_iobs")):
-            seen, early = _recover(X, picture, method)
+            seen, early = _recover(X, image, method)
             distances[name] += seen / TRIALS
             recovered[name].append(early)
-        request.say(f"picture {trial + 1} of {TRIALS}")
-    share = float(np.median([_count(picture) for picture in chosen])) / D
+        request.say(f"image {trial + 1} of {TRIALS}")
+    share = float(np.median([_count(image) for image in chosen])) / D
     if request.output is not None:
         _write(request.output, chosen, recovered, distances)
     rows = [
@@ -46,11 +46,11 @@ def run(request: Request) -> Results:
         for step, value in zip(CHECKED, values, strict=True)
     ]
     return Results(
-        "Relative distance to the picture, mean of 20; the paper shows pictures without numbers and claims a better "
+        "Relative distance to the image, mean of 20; the paper shows images without numbers and claims a better "
         "recovery by Top-k-I-OBS for a fixed number of steps",
         rows,
         [
-            f"Pictures: {source}. k = 2 k*, {share:.0%} of the pixels in the median; d = {D}, n = {N}; pictures after "
+            f"Images: {source}. k = 2 k*, {share:.0%} of the pixels in the median; d = {D}, n = {N}; images after "
             "10 steps, clipped to 0...255.",
             "After 4,000 steps both have converged to rounding in these settings: they differ in the early steps.",
             FACTOR_NOTE,
@@ -58,35 +58,35 @@ def run(request: Request) -> Results:
     )
 
 
-def _count(picture: Array) -> int:
+def _count(image: Array) -> int:
     """k = 2 k*, at most d, where k* is the number of nonzero pixels."""
     import numpy as np
 
-    return min(D, 2 * int(np.count_nonzero(picture)))
+    return min(D, 2 * int(np.count_nonzero(image)))
 
 
-def _recover(X: Array, picture: Array, method: str) -> tuple[Array, Array]:
+def _recover(X: Array, image: Array, method: str) -> tuple[Array, Array]:
     """Relative distances to the image at the CHECKED steps, and the image after 10 steps."""
     import numpy as np
 
     from iobs.optimize.minimize import minimize
     from iobs.optimize.objectives.linear import LeastSquares
 
-    size = float(np.linalg.norm(picture))
+    size = float(np.linalg.norm(image))
     distances: list[float] = []
     early = np.zeros(D)
 
     def watch(record: object, theta: Array) -> None:
         nonlocal early
-        distances.append(float(np.linalg.norm(theta - picture)) / size)
+        distances.append(float(np.linalg.norm(theta - image)) / size)
         if len(distances) <= 10:
             early = theta
 
-    minimize(LeastSquares(X, X @ picture), _count(picture), method=method, max_steps=STEPS, tol=2e-15, callback=watch)
+    minimize(LeastSquares(X, X @ image), _count(image), method=method, max_steps=STEPS, tol=2e-15, callback=watch)
     return np.array([distances[min(step, len(distances)) - 1] for step in CHECKED]), early
 
 
-def _pictures(stand_in: bool) -> tuple[Array, str]:
+def _images(stand_in: bool) -> tuple[Array, str]:
     """Images (count, 784) and their description: MNIST from a file, or scikit-learn's digits enlarged to 28 x 28.
 
     Raises:
@@ -98,10 +98,10 @@ def _pictures(stand_in: bool) -> tuple[Array, str]:
         file = os.environ.get("IOBS_MNIST")
         if not file:
             raise DataError(
-                "MNIST's pictures do not come with the package: set IOBS_MNIST to train-images-idx3-ubyte(.gz) or an "
+                "MNIST's images do not come with the package: set IOBS_MNIST to train-images-idx3-ubyte(.gz) or an "
                 ".npz with x_train, or run with --stand-in."
             )
-        return _read_mnist(Path(file)), f"MNIST training pictures from {Path(file).name}"
+        return _read_mnist(Path(file)), f"MNIST training images from {Path(file).name}"
     from sklearn.datasets import load_digits
 
     small = load_digits().images * (255.0 / 16.0)
@@ -154,11 +154,11 @@ def _write(folder: Path, chosen: Array, recovered: dict[str, list[Array]], dista
         writer = csv.writer(handle)
         writer.writerow(["step", *distances])
         writer.writerows([step, *values] for step, *values in zip(CHECKED, *distances.values(), strict=True))
-    rows = {"signal": list(chosen), **{f"{name}, 10 steps": pictures for name, pictures in recovered.items()}}
+    rows = {"signal": list(chosen), **{f"{name}, 10 steps": images for name, images in recovered.items()}}
     figure, axes = pyplot.subplots(len(rows), SHOWN, figsize=(1.6 * SHOWN, 1.7 * len(rows)), layout="constrained")
-    for line, (title, pictures) in zip(axes, rows.items(), strict=True):
-        for axis, picture in zip(line, pictures[:SHOWN], strict=True):
-            axis.imshow(np.clip(picture.reshape(28, 28), 0, 255), cmap="gray", vmin=0, vmax=255)
+    for line, (title, images) in zip(axes, rows.items(), strict=True):
+        for axis, image in zip(line, images[:SHOWN], strict=True):
+            axis.imshow(np.clip(image.reshape(28, 28), 0, 255), cmap="gray", vmin=0, vmax=255)
             axis.set(xticks=[], yticks=[])
         line[0].set_ylabel(title, fontsize=8)
     figure.savefig(folder / "figure_mnist.png", dpi=130)
@@ -168,7 +168,7 @@ def _write(folder: Path, chosen: Array, recovered: dict[str, list[Array]], dista
 EXPERIMENT = Experiment(
     name="figure-mnist",
     place="Figure 1 (right)",
-    title="recovery of a digit's picture",
+    title="recovery of a digit's image",
     run=run,
     stand_in="digits of scikit-learn, 28 x 28",
 )

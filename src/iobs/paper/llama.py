@@ -120,7 +120,7 @@ def figure(name: str, file: str) -> Callable[[Request], Results]:
             ]
             rows += starred(found, lowest=True)
         if request.output is not None:
-            notes.append(f"Picture: {_draw(label, scores, request.output / f'{file}.svg')}")
+            notes.append(f"Figure: {_draw(label, scores, request.output / f'{file}.svg')}")
         return Results("Perplexity by round; * is the best round by this score", rows, notes)
 
     return run

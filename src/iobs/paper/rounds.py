@@ -40,7 +40,7 @@ class Settings:
         model: what is pruned.
         data: what it is calibrated on.
         samples: calibration samples a round.
-        length: tokens in a sample; 0 for pictures.
+        length: tokens in a sample; 0 for images.
         sparsity: share of zeros in every layer.
         rounds: projections.
         lr: learning rate between them.

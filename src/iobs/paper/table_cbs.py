@@ -8,7 +8,7 @@ from dataclasses import replace
 from iobs.errors import DataError
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import Measured, Settings, data_notes
-from iobs.paper.vision import Network, on_pictures, stand_in
+from iobs.paper.vision import Network, on_images, stand_in
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 # Top-1 accuracy in per cent.
@@ -28,17 +28,17 @@ def run(request: Request) -> Results:
     elif request.model is None:
         raise DataError(
             "The MobileNetV1 of STR is in no library: give yours with --model FILE.py:function (or any other network, "
-            "as timm:NAME), and pictures with --data and --eval-data; or run the stand-in with --stand-in."
+            "as timm:NAME), and images with --data and --eval-data; or run the stand-in with --stand-in."
         )
     else:
-        network = on_pictures(replace(SETTINGS[0], model=request.model), request)
+        network = on_images(replace(SETTINGS[0], model=request.model), request)
     rows, origin = _rows(network, request, measured)
     notes = [
         f"Measured on {origin}; published is MobileNetV1 1.0 on all of ImageNet. Compare drops, not values.",
         "Depthwise convolutions stay dense and uncounted, as in the paper; its number of rounds is not stated.",
         'The paper\'s I-OBS solves with SparseGPT, a row of its own here. The row ADMM is solver="admm" with '
         f'budget="fast". {SETTINGS[0].samples} calibration samples are our choice, the paper states no number.',
-        *data_notes({"MobileNetV1": SETTINGS[0]}, request, "ImageNet", "pictures"),
+        *data_notes({"MobileNetV1": SETTINGS[0]}, request, "ImageNet", "images"),
     ]
     return Results("Top-1 accuracy in per cent", rows, notes)
 

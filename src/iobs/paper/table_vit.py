@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 from iobs.paper.registry import Experiment, Request, Results, Row
 from iobs.paper.rounds import STAND_IN, Measured, Settings, data_notes, iterate, settings_for, starred
-from iobs.paper.vision import Network, on_pictures, stand_in
+from iobs.paper.vision import Network, on_images, stand_in
 
 SETTINGS = {
     name: Settings(f"timm:deit_{size}_patch16_224", "ImageNet", 128, 0, 0.5, 100, 0.01)
@@ -39,8 +39,8 @@ def run(request: Request) -> Results:
         return Results(MEASURE, rows, notes)
     rows = []
     for name, settings in settings_for(SETTINGS, request).items():
-        rows += _rows(name, settings, on_pictures(settings, request), request, measured)[0]
-    return Results(MEASURE, rows, [SAME_SAMPLES, *data_notes(SETTINGS, request, "ImageNet", "pictures")])
+        rows += _rows(name, settings, on_images(settings, request), request, measured)[0]
+    return Results(MEASURE, rows, [SAME_SAMPLES, *data_notes(SETTINGS, request, "ImageNet", "images")])
 
 
 def _rows(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Network: TypeAlias = "tuple[nn.Module, Sequence[Batch], Callable[[nn.Module], float], str]"
 
 
-def on_pictures(settings: Settings, request: Request) -> Network:
+def on_images(settings: Settings, request: Request) -> Network:
     """The network of a table with the user's images; a timm network uses its own transform.
 
     Raises:
@@ -27,8 +27,8 @@ def on_pictures(settings: Settings, request: Request) -> Network:
     """
     if not request.data or not request.eval_data:
         raise DataError(
-            f"{settings.model} needs pictures: --data FOLDER to calibrate on (of ImageNet's training pictures) and "
-            "--eval-data FOLDER to score on (its validation pictures, a folder a class); or run with --stand-in."
+            f"{settings.model} needs images: --data FOLDER to calibrate on (of ImageNet's training images) and "
+            "--eval-data FOLDER to score on (its validation images, a folder a class); or run with --stand-in."
         )
     from dataclasses import replace
 
@@ -64,9 +64,9 @@ def stand_in(kind: str, request: Request, samples: int) -> Network:
     if kind == "vit":
         images, labels = zoo.cifar10("train10k", "vit")
         test, answers = zoo.cifar10("test5000", "vit")
-        pictures = _batches(images[:samples], labels[:samples])
+        calibration = _batches(images[:samples], labels[:samples])
         scored = _accuracy_on(_batches(test[:1000], answers[:1000]))
-        return zoo.vit_cifar(), pictures, scored, "a ViT of width 128, scored on 1,000 pictures of CIFAR-10"
+        return zoo.vit_cifar(), calibration, scored, "a ViT of width 128, scored on 1,000 images of CIFAR-10"
     import torch
 
     images, labels = zoo.imagenet_samples()
@@ -74,14 +74,14 @@ def stand_in(kind: str, request: Request, samples: int) -> Network:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(request.seed))
     images, labels = images[order], labels[order]
     scored = _accuracy_on(_batches(images[-200:], labels[-200:], 16))
-    pictures = _batches(images[:samples], labels[:samples], 16)
-    return zoo.mobilenet_v1(), pictures, scored, "MobileNetV1 of width 0.75, scored on 200 pictures"
+    calibration = _batches(images[:samples], labels[:samples], 16)
+    return zoo.mobilenet_v1(), calibration, scored, "MobileNetV1 of width 0.75, scored on 200 images"
 
 
-def _accuracy_on(pictures: Sequence[Batch]) -> Callable[[nn.Module], float]:
+def _accuracy_on(images: Sequence[Batch]) -> Callable[[nn.Module], float]:
     from iobs.evaluate import accuracy
 
-    return lambda module: accuracy(module, pictures)
+    return lambda module: accuracy(module, images)
 
 
 def _batches(images: Tensor, labels: Tensor, size: int = 64) -> list[Batch]:

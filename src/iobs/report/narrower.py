@@ -1,4 +1,4 @@
-"""Sections of the HTML page for a network with fewer units: costs, and a picture of the widths before and after."""
+"""Sections of the HTML page for a network with fewer units: costs, and a figure of the widths before and after."""
 
 from __future__ import annotations
 

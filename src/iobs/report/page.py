@@ -134,15 +134,15 @@ def _coverage(report: Report) -> str:
 def _samples(report: Report) -> str:
     """Inputs with the outputs of the dense and of the pruned model."""
     shown = ""
-    pictures = [one for one in report.samples if one.is_picture]
+    images = [one for one in report.samples if one.is_picture]
     for one in report.samples:
         if not one.is_picture:
             shown += (
                 f'<p class="prompt">{escape(one.shown)} …</p><div class="pairs"><div><b>dense</b><br>'
                 f"{escape(one.dense)}</div><div><b>pruned</b><br>{escape(one.pruned)}</div></div>"
             )
-    if pictures:
-        shown += f'<div class="gallery">{"".join(map(_captioned, pictures))}</div>'
+    if images:
+        shown += f'<div class="gallery">{"".join(map(_captioned, images))}</div>'
     return f"<section><h2>Before and after</h2>{shown}</section>" if shown else ""
 
 
@@ -170,12 +170,12 @@ def _scores(report: Report) -> str:
             for metric in metrics
         ]
         rows.append([escape(name), *cells])
-    pictures = "".join(
+    figures = "".join(
         _image(plots.comparison(report.scores, metric), f"{metric} by method")
         for metric in metrics
         if metric != "seconds" and sum(metric in values for values in report.scores.values()) > 2
     )
-    return f"<section><h2>Scores</h2>{_table(['model', *metrics], rows)}{pictures}</section>"
+    return f"<section><h2>Scores</h2>{_table(['model', *metrics], rows)}{figures}</section>"
 
 
 def _rounds(report: Report) -> str:
@@ -199,7 +199,7 @@ def _rounds(report: Report) -> str:
     if any(record.kind == "finetune" for record in report.rounds):
         caption += f" Fine-tuning must lower the loss by {100 * WORTH:.0f} % to be chosen. "
         caption += "It measures no layer errors."
-    return _picture("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
+    return _figure("Rounds", caption, plots.rounds(report), after=_table(headings, rows))
 
 
 def _errors(report: Report) -> str:
@@ -210,7 +210,7 @@ def _errors(report: Report) -> str:
         caption += _AGAINST_DENSE
     if report.best.kind == "finetune":
         caption += " Fine-tuning changed these weights afterwards; errors are not measured again."
-    return _picture(of_round("Error by layer", report), caption, plots.error_by_layer(report))
+    return _figure(of_round("Error by layer", report), caption, plots.error_by_layer(report))
 
 
 def _zeros(report: Report) -> str:
@@ -224,7 +224,7 @@ def _zeros(report: Report) -> str:
         return f"<section><h2>Where the zeros went</h2><p>{text}</p></section>"
     caption = "Share of zeros by kind of layer, and of every layer in the order of the network. "
     caption += "The dashed line is the share of all pruned layers together."
-    return _picture("Where the zeros went", caption, plots.zeros(report))
+    return _figure("Where the zeros went", caption, plots.zeros(report))
 
 
 def _notes(report: Report) -> str:
@@ -284,7 +284,7 @@ def _setting(value: object) -> str:
     return "–" if value is None else str(value)
 
 
-def _picture(title: str, caption: str, svg: str, after: str = "") -> str:
+def _figure(title: str, caption: str, svg: str, after: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2><p>{caption}</p>{_image(svg, title)}{after}</section>"
 
 

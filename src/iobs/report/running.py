@@ -29,8 +29,8 @@ class RunningRow:
 
     Args:
         form: name of the form, such as "dense float32".
-        speed: tokens or pictures a second, median of the repetitions.
-        unit: "tokens/s" or "pictures/s".
+        speed: tokens or images a second, median of the repetitions.
+        unit: "tokens/s" or "images/s".
         prompt_speed: tokens of a prompt a second; None for a vision model.
         held: bytes of all tensors in this form, by kind: "embeddings", "matrices", "others" (biases, norms, buffers),
             and "copies" that the compiled step keeps beside them.

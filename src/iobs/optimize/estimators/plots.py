@@ -18,7 +18,7 @@ _LONGEST = 28  # characters of a name in a figure
 
 
 def new_figure() -> Figure:
-    """A figure for two plots beside each other; a notebook shows it as a picture, also where pyplot is not imported."""
+    """A figure for two plots beside each other; a notebook shows it as an image, also where pyplot is not imported."""
     from io import BytesIO
 
     from matplotlib.figure import Figure

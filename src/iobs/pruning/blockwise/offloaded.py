@@ -343,7 +343,7 @@ class OffloadedStore(BlockwiseStore):
         numbers = [sum(one.numel() for one in self.visits.members(block.holds)) for block in self._blocks]
         sizes, steps = self._sizes(selection.layers, numbers, first.dtype.itemsize), tokens
         if recipe.blocks is not None:
-            share = sum(tokens) / sum(map(token_count, batches))  # a picture has the positions of its hidden state
+            share = sum(tokens) / sum(map(token_count, batches))  # an image has the positions of its hidden state
             part = in_steps(self.model, Samples.of(batches), recipe.blocks)
             steps = [round(share * token_count(batch)) for batch in part.batches]
         found = plan(

@@ -112,7 +112,7 @@ def is_whole(batch: Batch) -> bool:
     """Check that a batch cannot be split into samples: it counts as one.
 
     The inputs are then a mapping that holds tensors in a list, or a mapping whose tensors differ in their first
-    dimension. Examples are the patches of several pictures, and the nodes and edges of a graph.
+    dimension. Examples are the patches of several images, and the nodes and edges of a graph.
     """
     given = inputs(batch)
     if not isinstance(given, Mapping):

@@ -10,7 +10,7 @@ class Sample:
     """One input, and the outputs of the dense and of the pruned model for it.
 
     Args:
-        shown: the input: text, or the address of a picture as "data:image/png;base64,...".
+        shown: the input: text, or the address of an image as "data:image/png;base64,...".
         dense: continuation or predicted label of the dense model.
         pruned: the same of the pruned model.
         label: true label, or None.
@@ -23,5 +23,5 @@ class Sample:
 
     @property
     def is_picture(self) -> bool:
-        """Check that the input is a picture."""
+        """Check that the input is an image."""
         return self.shown.startswith("data:image/")

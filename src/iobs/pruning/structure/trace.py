@@ -145,7 +145,7 @@ def trace(model: nn.Module, batch: batches.Batch) -> Trace:
 def shortened(batch: batches.Batch) -> batches.Batch:
     """At most two samples, and `TOKENS` positions of text if nothing else is in the batch.
 
-    Text beside pictures or sounds is left whole: its tokens stand for their parts.
+    Text beside images or sounds is left whole: its tokens stand for their parts.
     """
     given = batches.inputs(batch)
     if not batches.is_whole(given):
