@@ -133,7 +133,7 @@ def configure(
     config, changed, shapes = _configured(model, widths, counts, biased)
     _add_zero_biases(model, shapes)
     _require_shapes(model, shapes_of(model), shapes)
-    share(model, config)
+    set_configuration(model, config)
     return changed
 
 
@@ -215,7 +215,7 @@ def _add_zero_biases(model: nn.Module, shapes: Shapes) -> None:
             module._parameters["bias"] = nn.Parameter(zeros, weight.requires_grad)
 
 
-def share(model: nn.Module, config: Configuration) -> None:
+def set_configuration(model: nn.Module, config: Configuration) -> None:
     """Give the model's own configuration objects the new values, and all modules these objects again.
 
     A module whose configuration differs from them, such as that of a decoder, keeps it with the new values.

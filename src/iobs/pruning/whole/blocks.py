@@ -139,7 +139,7 @@ class Blocks:
                     if vars(module).get(name) == old:
                         setattr(module, name, new)
         if config is not None:
-            widths.share(self.model, config)
+            widths.set_configuration(self.model, config)
 
     def require_possible(self, keep: int) -> None:
         """Check that the class of the model can have fewer blocks, before any work.

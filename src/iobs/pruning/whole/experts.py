@@ -154,7 +154,7 @@ class Experts:
         if isinstance(found, str) or found[1] != shapes:
             reason = found if isinstance(found, str) else "its shapes differ"
             raise ModelError(f"{type(self.model).__name__} cannot be built with {keep} experts: {reason}.")
-        widths.share(self.model, found[0])
+        widths.set_configuration(self.model, found[0])
 
     def least_removed(self, keep: int) -> int:
         """The parameters of the removed experts and their rows of the routers."""

@@ -30,8 +30,8 @@ class Stack:
     count: int
 
 
-class Kind(Protocol):
-    """A kind of parts of one model."""
+class Parts(Protocol):
+    """The parts of one kind that a model has: its blocks, or its experts."""
 
     @property
     def name(self) -> PartName:

@@ -38,7 +38,7 @@ from iobs.pruning.structured import seconds_of
 from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
-from iobs.pruning.whole.part import Kind
+from iobs.pruning.whole.part import Parts
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.softened import softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
@@ -123,7 +123,7 @@ class _Damage:
         return mean_loss(self.model, self.answers, self.loss)
 
 
-def parts_of(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> Kind:
+def parts_of(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> Parts:
     """The blocks or the experts of a model.
 
     Raises:
@@ -138,7 +138,7 @@ def parts_of(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> Kind
     return Blocks.found(model, collected[0]) if asked.pattern.units == "blocks" else Experts.found(model, collected)
 
 
-def kept_parts(parts: Kind, share: float) -> int:
+def kept_parts(parts: Parts, share: float) -> int:
     """The number of parts that are left in each stack.
 
     Raises:
@@ -164,7 +164,7 @@ def _workspace(
     asked: Asked,
     callbacks: Callbacks,
     frozen: frozenset[str],
-    parts: Kind,
+    parts: Parts,
     removed: Mapping[str, Sequence[int]],
 ) -> Workspace:
     """The workspace of the refit of the layers after the first removal; all their columns are kept."""

@@ -22,8 +22,8 @@ from iobs.core.quiet import silenced
 from iobs.core.structured import Runtime
 from iobs.errors import ModelError, ProblemError, first_line
 
-Call: TypeAlias = Callable[[], object]
-Clock: TypeAlias = Callable[[Sequence[Call]], list[float]]  # seconds of every call
+TimedCall: TypeAlias = Callable[[], object]  # a function without arguments whose time is measured
+Clock: TypeAlias = Callable[[Sequence[TimedCall]], list[float]]  # seconds of every call
 
 NAMES: dict[Runtime, str] = {"torch": "torch", "onnx": "ONNX Runtime"}
 _SLICE = 1e-3  # seconds that one measurement of a call takes at least
@@ -83,7 +83,7 @@ def require_runtime(runtime: Runtime) -> None:
         raise ProblemError(f'runtime="onnx" needs {" and ".join(missing)}: pip install iobs[onnx]')
 
 
-def called_in(runtime: Runtime, example: Example) -> Call:
+def called_in(runtime: Runtime, example: Example) -> TimedCall:
     """The call of an example in a runtime, ready to be timed.
 
     Raises:
@@ -92,7 +92,7 @@ def called_in(runtime: Runtime, example: Example) -> Call:
     return _in_torch(example) if runtime == "torch" else _in_onnx(example)
 
 
-def _in_torch(example: Example) -> Call:
+def _in_torch(example: Example) -> TimedCall:
     gpu = next((value.device for value in example.module.parameters() if value.is_cuda), None)
 
     def call() -> None:
@@ -104,7 +104,7 @@ def _in_torch(example: Example) -> Call:
     return call
 
 
-def _in_onnx(example: Example) -> Call:
+def _in_onnx(example: Example) -> TimedCall:
     """The call of an example in ONNX Runtime, which was called once.
 
     Raises:
@@ -123,7 +123,7 @@ def _in_onnx(example: Example) -> Call:
         ) from error
 
 
-def _session(example: Example) -> Call:
+def _session(example: Example) -> TimedCall:
     import onnxruntime
 
     traced = _Traced(example).eval()
@@ -198,7 +198,7 @@ def _shared_heads_repeated() -> Iterator[None]:
         nn.functional.scaled_dot_product_attention = plain
 
 
-def interleaved(calls: Sequence[Call]) -> list[float]:
+def interleaved(calls: Sequence[TimedCall]) -> list[float]:
     """Median seconds of every call; the calls take turns, so that a change of the machine's speed meets all of them.
 
     With one thread these are seconds of that thread, which other programs do not change; otherwise wall seconds.

@@ -19,14 +19,14 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.units import Site
 
-Widths = Mapping[str, int]  # number of kept units by name of the site
+WidthBySite = Mapping[str, int]  # number of kept units by name of the site
 
 
 class CostModel(Protocol):
     """Cost of a network in some unit, by its widths."""
 
-    def of(self, widths: Widths) -> float:
-        """Cost of the part of the network that sites share; units without a width are all kept."""
+    def of(self, widths: WidthBySite) -> float:
+        """Cost at some widths; a site without a width keeps all its units."""
         ...
 
 
@@ -44,7 +44,7 @@ class Share:
     each: int
     count: int
 
-    def gone(self, widths: Widths) -> int:
+    def gone(self, widths: WidthBySite) -> int:
         """Number of rows or columns that are removed."""
         return self.each * (self.count - widths.get(self.site, self.count))
 
@@ -61,7 +61,7 @@ class Side:
     size: int
     shares: tuple[Share, ...] = ()
 
-    def at(self, widths: Widths) -> int:
+    def at(self, widths: WidthBySite) -> int:
         """Number of rows or columns that are left."""
         return self.size - sum(share.gone(widths) for share in self.shares)
 
@@ -87,14 +87,14 @@ class Product:
         """True if rows or columns belong to units."""
         return bool(self.rows.shares or self.columns.shares)
 
-    def entries(self, widths: Widths) -> int:
+    def entries(self, widths: WidthBySite) -> int:
         """Number of entries that are left."""
         return self.rows.at(widths) * self.columns.at(widths)
 
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplications by weights or entries of weights of all layers that hold units.
+    """Multiplications by weights, or entries of weights, in the layers of a network.
 
     Attributes:
         products: the weight matrices.
@@ -114,7 +114,7 @@ class Products:
         """The matrices whose rows or columns belong to units."""
         return replace(self, products=tuple(one for one in self.products if one.held))
 
-    def of(self, widths: Widths) -> float:
+    def of(self, widths: WidthBySite) -> float:
         """Multiplications or entries that are left."""
         return sum((one.positions if self.by_position else 1) * one.entries(widths) for one in self.products)
 

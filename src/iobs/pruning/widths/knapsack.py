@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iobs.errors import PatternError
-from iobs.pruning.widths.costs import CostModel, Widths
+from iobs.pruning.widths.costs import CostModel, WidthBySite
 
 _BINS = 2000  # equal parts of the saving that the knapsack tells apart
 _CORRECTIONS = 12  # solutions with another limit, where the cost is not additive over sites
@@ -79,11 +79,11 @@ def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) 
     return smallest
 
 
-def _effect(choices: Sequence[Choice], widths: Widths) -> float:
+def _effect(choices: Sequence[Choice], widths: WidthBySite) -> float:
     return sum(choice.effects[choice.widths.index(widths[choice.sites[0]])] for choice in choices)
 
 
-def _knapsack(choices: Sequence[Choice], cost: CostModel, others: Widths, saving: float) -> dict[str, int]:
+def _knapsack(choices: Sequence[Choice], cost: CostModel, others: WidthBySite, saving: float) -> dict[str, int]:
     """Least effect with at least this saving, by dynamic programming; savings are measured beside `others`."""
     best: NDArray[np.float64] = np.full(_BINS + 1, np.inf)
     best[0] = 0.0

@@ -24,8 +24,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.units import Site
-from iobs.pruning.widths.clock import Call, Clock, Example, called_in, interleaved
-from iobs.pruning.widths.costs import Widths
+from iobs.pruning.widths.clock import Clock, Example, TimedCall, called_in, interleaved
+from iobs.pruning.widths.costs import WidthBySite
 
 _MOST = 16  # measured widths of one site
 _BLOCK = 8  # channels that kernels of convolutions work on at once, or a half of them
@@ -60,7 +60,7 @@ class Latency:
     dense: float
     times: Mapping[str, Times]
 
-    def of(self, widths: Widths) -> float:
+    def of(self, widths: WidthBySite) -> float:
         """Seconds at some widths; units without a width are all kept."""
         return self.dense - sum(self.times[name].saved(width) for name, width in widths.items() if name in self.times)
 
@@ -136,13 +136,13 @@ def shares_of(
     return first, second
 
 
-def _timed(calls: Sequence[Call], clock: Clock) -> list[float]:
+def _timed(calls: Sequence[TimedCall], clock: Clock) -> list[float]:
     """Seconds of calls with the fused attention and the precision that a model has outside of a run."""
     with fused_attention(True), precision_of_user():
         return clock(calls)
 
 
-def narrowed(model: nn.Module, sites: Sequence[Site], widths: Widths) -> nn.Module:
+def narrowed(model: nn.Module, sites: Sequence[Site], widths: WidthBySite) -> nn.Module:
     """A copy of a model with some widths, for timing: the first units of every site are kept."""
     found = copy.deepcopy(model)
     remove(found, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
