@@ -70,14 +70,14 @@ def _counts(
     """
     count, kind = sites[0].count, sites[0].kind
     every = [units for units in range(1, count) if all(one.takes(units) for one in fields)]
-    reason = ""
+    misfits: dict[int, str] = {}  # the reason against a number of units; empty if the class has the shapes
 
     def fits(units: int) -> bool:
-        nonlocal reason
-        shapes, expected = _shapes_at(model, fields, units), narrowed(before, sites, units)
-        if shapes != expected:
-            reason = reason or (shapes if isinstance(shapes, str) else _other_shapes(fields, shapes, expected))
-        return shapes == expected
+        if units not in misfits:
+            shapes, expected = _shapes_at(model, fields, units), narrowed(before, sites, units)
+            reason = shapes if isinstance(shapes, str) else _other_shapes(fields, shapes, expected)
+            misfits[units] = "" if shapes == expected else reason
+        return not misfits[units]
 
     if _any_count(sites[0], fields):
         few = kind == "channels" and count <= _MOST_TRIED
@@ -87,7 +87,9 @@ def _counts(
     found = [*filter(fits, reversed(every))][::-1]
     if len(found) == count - 1:
         return None
-    return (*found, count) if found and (found[0] <= count / 2 or kind == "heads") else reason
+    if found and (found[0] <= count / 2 or kind == "heads"):
+        return (*found, count)
+    return next(filter(None, misfits.values()), "")
 
 
 def _other_shapes(fields: Sequence[Field], shapes: Shapes, expected: Shapes) -> str:

@@ -96,11 +96,10 @@ def _knapsack(choices: Sequence[Choice], cost: CostModel, others: WidthBySite, s
         for number, (width, effect) in enumerate(zip(choice.widths, choice.effects, strict=True)):
             saved = max(0.0, dense - cost.of({**alone, **choice.at(width)}))
             bins = min(_BINS, int(saved / saving * _BINS + 1e-6))
-            target = np.minimum(np.arange(_BINS + 1) + bins, _BINS)
-            order = np.argsort(-(best + effect), kind="stable")  # the least value is written last
-            value = (best + effect)[order]
-            table, origin = np.full(_BINS + 1, np.inf), np.zeros(_BINS + 1, np.int64)
-            table[target[order]], origin[target[order]] = value, order
+            origin = np.arange(-bins, _BINS + 1 - bins)  # for every bin the bin before this choice
+            value = best + effect
+            origin[-1] = _BINS - np.argmin(value[::-1][: bins + 1])  # the last bin holds larger savings too
+            table = np.where(origin < 0, np.inf, value[origin])
             better = table < new
             new[better], chosen[better], source[better] = table[better], number, origin[better]
         best = new
