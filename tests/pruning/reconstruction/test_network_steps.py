@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 from families import LANGUAGE_MODELS, language_batches
 
@@ -146,6 +147,15 @@ def test_factored_moment_is_exact_for_squares_of_rank_one():
     optimizer = Factored({"x": master})
     optimizer.step({"x": gradient}, 0.1)
     torch.testing.assert_close(master, -0.1 * gradient.sign(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_rows_and_columns_of_zero_gradients_change_nothing(size):
+    gradient = torch.full((4, 5), size)
+    gradient[0], gradient[:, 0] = 0, 0
+    master = torch.ones(4, 5)
+    Factored({"x": master}).step({"x": gradient}, 0.1)
+    torch.testing.assert_close(master, 1 - 0.1 * (gradient != 0))
 
 
 def test_network_steps_lower_the_divergence_and_keep_the_zeros():

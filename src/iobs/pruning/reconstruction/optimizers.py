@@ -10,6 +10,7 @@ from torch import Tensor
 
 _BETAS = 0.9, 0.95  # of Adam; 0.95 also of the factored second moment
 _TINY = 1e-20  # added to squared gradients
+_LEAST = 1e-30  # of a second moment: the product of a row and a column of zero gradients may be rounded to zero
 _WARM_UP = 0.1  # share of the steps in which the rate rises
 
 
@@ -63,7 +64,7 @@ class Factored:
         for name, gradient in gradients.items():
             self.taken[name] = self.taken.get(name, 0) + 1
             moment = self._moment(name, gradient.square() + _TINY) / (1 - _BETAS[1] ** self.taken[name])
-            update = gradient / moment.sqrt()
+            update = gradient / moment.clamp_min(_LEAST).sqrt()
             size = update.square().sum() / torch.count_nonzero(gradient).clamp_min(1)
             stored = self.masters[name]  # possibly in main memory or in a file, while gradients are on a GPU
             master = stored.to(update.device)
