@@ -61,8 +61,8 @@ def built(config):
     return model
 
 
-def llama(blocks=5):
-    return built(LlamaConfig(**SIZE, **TOKENS, num_hidden_layers=blocks, intermediate_size=24))
+def llama(blocks=5, **others):
+    return built(LlamaConfig(**SIZE, **TOKENS, **others, num_hidden_layers=blocks, intermediate_size=24))
 
 
 def text(seed=3):
@@ -103,6 +103,19 @@ def test_fewer_blocks_are_loaded_unpatched(tmp_path, recipe):
     assert torch.equal(*generated)
     report.save(tmp_path / "report.json")
     assert read_report(tmp_path / "report.json").widths == report.widths
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_blocks_of_a_model_of_short_floats_are_removed(tmp_path, whole):
+    """`from_pretrained` leaves the frequencies of positions in float32, and `Module.to` casts them."""
+    llama(4, head_dim=16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    model = model.to(torch.bfloat16) if whole else model
+    assert model.model.rotary_emb.inv_freq.dtype == (torch.bfloat16 if whole else torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    long = [{"input_ids": torch.randint(3, 48, (2, 256), generator=generator)} for _ in range(2)]
+    report = iobs.prune(model, long, iobs.Structured(0.25, units="blocks"), "one-shot", holdout=0.0)
+    assert [one.after for one in report.widths] == [3]
 
 
 def test_refit_after_a_removed_block_is_closer_to_the_dense_model():

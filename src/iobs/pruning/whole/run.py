@@ -241,15 +241,19 @@ def _require_loadable(model: nn.Module, batch: Batch, callbacks: Callbacks) -> N
 
 
 def _outputs_again(model: nn.Module, batch: Batch, callbacks: Callbacks) -> Tensor | None:
-    """Outputs of a model of the same class and configuration with the same weights.
+    """Outputs of a model of the same class and configuration with the same weights, every tensor in its own dtype.
 
     A large model lends its tensors to the other one. Then tensors that are no part of its state have no values. Where
     they are needed, None is returned, with a note.
     """
+    own = dict(model.named_buffers())
     if can_copy(model):
         again = type(model)(copy.deepcopy(model.config)).eval()
-        again.load_state_dict(model.state_dict())
-        return outputs_of(again.to(next(model.parameters())), batch)
+        again.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        for module, name, whole in _buffers_in_no_file(again):
+            if whole in own:
+                module._buffers[name] = module.get_buffer(name).to(own[whole])
+        return outputs_of(again, batch)
     try:
         with torch.device("meta"):
             again = type(model)(copy.deepcopy(model.config)).eval()
@@ -257,15 +261,22 @@ def _outputs_again(model: nn.Module, batch: Batch, callbacks: Callbacks) -> Tens
         _note_unchecked(model, callbacks, error)
         return None
     again.load_state_dict(model.state_dict(), assign=True)
-    own = dict(model.named_buffers())
-    for path, module in again.named_modules():  # buffers that are in no file
-        names = {name: joined(path, name) for name in module._non_persistent_buffers_set}
-        module._buffers.update({name: own[whole] for name, whole in names.items() if whole in own})
+    for module, name, whole in _buffers_in_no_file(again):
+        if whole in own:
+            module._buffers[name] = own[whole]
     try:
         return outputs_of(again, batch)
     except Exception as error:  # every class has its own
         _note_unchecked(model, callbacks, error)
         return None
+
+
+def _buffers_in_no_file(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """The module, the name and the full name of every buffer that is no part of a model's state."""
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            if module._buffers.get(name) is not None:
+                yield module, name, joined(path, name)
 
 
 def _note_unchecked(model: nn.Module, callbacks: Callbacks, error: Exception) -> None:
