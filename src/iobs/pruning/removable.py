@@ -75,7 +75,7 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
     """
     model = store.model
     require_taken(model, collected)
-    store.observe(collected, asked.seed)  # finds transposed convolutions
+    store.observe(collected, asked.seed)  # finds layers that no class shows, such as transposed convolutions
     sites = _sites(model, collected[0], asked)
     if store.built_by_code:
         sites = _written(model, sites, callbacks)
@@ -85,7 +85,7 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
         sites = _loadable(sites, form, callbacks)
         if asked.pattern.sparsity:
             require_together(model, form, sites.sites, asked.pattern.sparsity, asked.recipe.refits_biases)
-    sites = _reached(model, sites, collected, callbacks)
+    sites = _reached(model, sites, form, loadable, collected, callbacks)
     dense = Products.count(model, collected[0], sites.sites)
     if not dense.held.of({}):
         raise LayerSelectionError(
@@ -192,10 +192,13 @@ def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> Sites
     return replace(sites, sites=found)
 
 
-def _reached(model: nn.Module, sites: SitesOfLayers, data: Sequence[Batch], callbacks: Callbacks) -> SitesOfLayers:
+def _reached(
+    model: nn.Module, sites: SitesOfLayers, form: Widths, loadable: bool, data: Sequence[Batch], callbacks: Callbacks
+) -> SitesOfLayers:
     """The sites that calibration data reach, all readers included; the others keep all units, with a note.
 
-    Nothing is known of the units of an expert without a token, and its absence would seem to do no harm.
+    Nothing is known of the units of an expert without a token, and its absence would seem to do no harm. If the
+    configuration has one number for several sites, and data do not reach all of them, all of them keep all units.
 
     Raises:
         LayerSelectionError: there are none.
@@ -205,6 +208,18 @@ def _reached(model: nn.Module, sites: SitesOfLayers, data: Sequence[Batch], call
     unfed = [site.name for site in sites.sites if site not in found.sites]
     if unfed:
         callbacks.on_note(f"{', '.join(unfed)}: all units are kept, since no calibration sample reaches them.")
-    if not found.sites:
+    tied = {name for group in form.groups if loadable and set(group.sites) & set(unfed) for name in group.sites}
+    if beside := [site.name for site in found.sites if site.name in tied]:
+        callbacks.on_note(
+            f"{', '.join(beside)}: all units are kept, since the configuration has one number for them and for sites "
+            "that no calibration sample reaches."
+        )
+        found = replace(found, sites=tuple(site for site in found.sites if site.name not in tied))
+    if not found.sites and not tied:
         raise LayerSelectionError("No calibration sample reaches a layer that holds units; give data that reach them.")
+    if not found.sites:
+        raise LayerSelectionError(
+            f"No calibration sample reaches {unfed[0]}, and the configuration has one number for it and for the layers "
+            "that samples reach. Give data that reach it; uniform=False narrows the others alone, to be exported."
+        )
     return found
