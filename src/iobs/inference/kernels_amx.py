@@ -34,7 +34,7 @@ from iobs.inference.vectors import (
     write_real,
 )
 
-ROWS = 4 * STRIP  # at a time: activations, which may be far away, are read once for so many rows
+ROWS = 4 * STRIP  # rows at a time: activations, which may be far away, are read once for all of them
 _PIECE = 4  # groups of 128 columns that are dense at a time: they stay in a near cache
 _AHEAD = 512  # bytes of values that are fetched ahead
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

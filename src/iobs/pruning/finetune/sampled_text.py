@@ -18,11 +18,11 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended
 from iobs.pruning.samples.subsets import Samples
 
-_SHARE = 2  # one of so many windows of a step is sampled text
+_SHARE = 2  # every second window of a step is sampled text
 _AUTO_COPIES = 2  # sampled windows per calibration window in block reconstruction
 _AUTO_TOKENS = 2**17  # most tokens of calibration text that gets them: more text is overfitted less, and costs more
 _MOST_COPIES = 8  # sampled windows per calibration window
-_PREFIX = 16  # a sampled window begins with this part of a calibration window: one of so many tokens
+_PREFIX = 16  # a sampled window begins with the first sixteenth of a calibration window
 _TOKENS = 8192  # tokens that are sampled at once; they bound the memory of keys and values
 _READ = {"input_ids", "attention_mask", "labels"}  # entries of a batch of plain text
 

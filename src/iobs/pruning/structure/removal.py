@@ -117,7 +117,7 @@ def _layout(value: Tensor) -> torch.memory_format:
 
 def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
     """Set the sizes that a module of torch or transformers stores beside its parameters."""
-    if isinstance(module, (nn.modules.batchnorm._NormBase,)):
+    if isinstance(module, nn.modules.batchnorm._NormBase):
         module.num_features = new[0]
     elif isinstance(module, nn.GroupNorm) and name == "weight":
         module.num_groups, module.num_channels = module.num_groups * new[0] // old[0], new[0]

@@ -22,7 +22,7 @@ def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]
 
     Args:
         model: any network; it is unchanged.
-        batch: a batch that the model accepts. Its values play no role.
+        batch: a batch that the model accepts. Only its shapes and masks matter, since layers return noise.
         inner: only units that all of their writers finish before a layer reads them. False: also channels that are
             written again later, such as the residual stream of a network with batch norms.
     """

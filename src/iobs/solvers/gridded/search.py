@@ -47,7 +47,7 @@ EFFORTS = {
     "default": Effort("best", moves=64, rounds=6, paths=16, roundings=2),
     "best": Effort("best", moves=64, rounds=30, paths=64, roundings=4),
 }
-# Efforts for layers with more than so many rows x columns^2, the work of an iteration of ADMM.
+# Efforts for large layers: those above a limit of rows x columns^2, the work of an iteration of ADMM.
 LARGE = {
     "fast": (1 << 31, Effort("fast", moves=0, rounds=1, paths=4, roundings=1)),
     "default": (1 << 33, replace(EFFORTS["default"], masks="default")),

@@ -236,24 +236,24 @@ class _Search:
         return crossed, u, self._part(energy, own, rest) - 0.5 * self._part(energy, own, own) @ u
 
     def _costs_after(self, inverse: Array, energy: Array, group: int, rest: Indices) -> Array:
-        """Costs of removing each of the groups `rest` after a group: only the diagonal blocks change hands."""
+        """Costs of removing each of the groups `rest` after a group: only the diagonal blocks are computed."""
         crossed, u, v = (
             one.reshape(self.size, len(rest), self.size).transpose(1, 0, 2)
             for one in self._step(inverse, energy, group, rest)
         )
-        turned = u.transpose(0, 2, 1)
-        own = self._own(inverse)[rest] - turned @ crossed
-        return _costs(own, self._own(energy)[rest] - 2 * (turned @ v))  # a trace is that of the symmetric part
+        transposed = u.transpose(0, 2, 1)
+        own = self._own(inverse)[rest] - transposed @ crossed
+        return _costs(own, self._own(energy)[rest] - 2 * (transposed @ v))  # a trace is that of the symmetric part
 
     def _without(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array]:
         """P and M of the groups `rest` after the removal of a group."""
         crossed, u, v = self._step(inverse, energy, group, rest)
-        left, turned = self._part(inverse, rest, rest), self._part(energy, rest, rest)
-        left -= u.T @ crossed
-        moved = u.T @ v
-        turned -= moved
-        turned -= moved.T
-        return left, turned
+        p, m = self._part(inverse, rest, rest), self._part(energy, rest, rest)
+        p -= u.T @ crossed
+        update = u.T @ v
+        m -= update
+        m -= update.T
+        return p, m
 
 
 def _costs(inverse: Array, energy: Array) -> Array:

@@ -36,8 +36,8 @@ class GroupWanda:
 class Flap:
     """FLAP (An et al., 2024): the variance of the input times the squared norm of its column.
 
-    As published for a problem without its mean, `FreeBias.eliminated`, whose diagonal holds the variances.
-    `FreeBias.best` is then its added bias.
+    The diagonal of the Hessian must hold the variances of the inputs, as that of `FreeBias.eliminated` does.
+    `FreeBias.best` gives the bias that FLAP adds.
     """
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
