@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -116,6 +117,23 @@ def test_blocks_of_a_model_of_short_floats_are_removed(tmp_path, whole):
     long = [{"input_ids": torch.randint(3, 48, (2, 256), generator=generator)} for _ in range(2)]
     report = iobs.prune(model, long, iobs.Structured(0.25, units="blocks"), "one-shot", holdout=0.0)
     assert [one.after for one in report.widths] == [3]
+
+
+def test_router_that_divides_experts_into_groups_is_refused_with_the_reason():
+    model = built(
+        DeepseekV3Config(
+            **{**SIZE, "num_key_value_heads": 4}, **TOKENS, num_hidden_layers=2, intermediate_size=24,
+            moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+            v_head_dim=4,
+        )
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp does not compute with 7 experts"):
+        iobs.prune(model, text(), iobs.Structured(0.25, units="experts"), "one-shot")
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_refit_after_a_removed_block_is_closer_to_the_dense_model():

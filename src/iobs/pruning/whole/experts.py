@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import LayerSelectionError, ModelError
+from iobs.errors import LayerSelectionError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import keeping_buffers
@@ -108,24 +108,43 @@ class Experts:
 
     @torch.no_grad()
     def chosen(self, keep: int, damage: Effect) -> dict[str, list[int]]:
-        """For every mixture: remove the expert without which its output changes least, and repeat."""
+        """For every mixture: remove the expert without which its output changes least, and repeat.
+
+        Raises:
+            ModelError: a mixture does not compute with one expert less.
+        """
         found = {}
         for stack in self.stacks:
-            module, given = self.model.get_submodule(stack.path), self.inputs[stack.path]
-            dense = _output(module, given)
+            dense = _output(self.model.get_submodule(stack.path), self.inputs[stack.path])
             gone: list[int] = []
             error = 0.0
             while len(gone) < stack.count - keep:
-                trials = {}
-                for expert in (one for one in range(stack.count) if one not in gone):
-                    undo = self._narrowed(stack, [*gone, expert])
-                    trials[expert] = float((_output(module, given) - dense).double().square().sum())
-                    undo()
+                left = (one for one in range(stack.count) if one not in gone)
+                trials = {expert: self._error_without(stack, [*gone, expert], dense) for expert in left}
                 gone.append(min(trials, key=lambda expert: trials[expert]))
                 error = trials[gone[-1]]
             found[stack.path] = sorted(gone)
             self.errors[stack.path] = error / max(float(dense.double().square().sum()), 1e-30)
         return found
+
+    def _error_without(self, stack: Stack, gone: Sequence[int], dense: Tensor) -> float:
+        """Squared change of the output of a mixture without some experts, from its dense output.
+
+        Raises:
+            ModelError: the mixture does not compute without them.
+        """
+        module, undo = self.model.get_submodule(stack.path), self._narrowed(stack, gone)
+        try:
+            return float((_output(module, self.inputs[stack.path]) - dense).double().square().sum())
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{stack.path} does not compute with {stack.count - len(gone)} experts ({first_line(error)}). They are "
+                "removed one by one, so a router that divides them into groups is not supported. Prune entries instead."
+            ) from error
+        finally:
+            undo()
 
     @contextmanager
     def without(self, removed: Mapping[str, Sequence[int]]) -> Iterator[None]:
