@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import iobs
 from iobs.core.patterns import parse
@@ -523,6 +523,37 @@ def test_expert_without_a_token_keeps_its_units(always, of, allocation):
     assert "experts.0.2: all units are kept, since no calibration sample reaches them." in report.notes
     with pytest.raises(LayerSelectionError, match="No calibration sample reaches a layer that holds units"):
         iobs.prune(Mixture(always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
+
+
+class MixtureConfig(PreTrainedConfig):
+    model_type = "two_experts"
+
+    def __init__(self, width=16, **others):
+        self.width = width
+        super().__init__(**others)
+
+
+class ConfiguredMixture(PreTrainedModel):
+    """The mixture above, whose configuration has one width for both experts."""
+
+    config_class = MixtureConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.mixture = Mixture(False)
+        for expert in self.mixture.experts:
+            expert[0], expert[2] = nn.Linear(6, config.width), nn.Linear(config.width, 6)
+
+    def forward(self, x):
+        return self.mixture(x)
+
+
+def test_layers_of_one_width_keep_all_units_if_no_sample_reaches_one_of_them(monkeypatch):
+    torch.manual_seed(0)
+    model, given = ConfiguredMixture(MixtureConfig()).eval(), torch.randn(40, 6)
+    monkeypatch.setattr(structured, "run", lambda *_, **__: pytest.fail("work was done"))
+    with pytest.raises(LayerSelectionError, match=r"reaches mixture\.experts\.0\.2, and the configuration has one"):
+        iobs.prune(model, [given], iobs.Structured(0.25), "one-shot")
 
 
 def test_network_that_is_not_faster_is_called_so(monkeypatch):

@@ -85,29 +85,14 @@ def test_narrower_models_are_loaded_unpatched(name, tmp_path):
     assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
 
 
-def mixture():
-    """A mixture whose feed-forward layers and experts have one width in the configuration, and its batch."""
+def test_a_decoder_keeps_the_fields_of_its_own_configuration():
     config = SwitchTransformersConfig(
         vocab_size=48, d_model=16, d_kv=4, d_ff=24, num_heads=4, num_layers=2, num_decoder_layers=2, num_experts=2
     )
     torch.manual_seed(0)
+    model = SwitchTransformersForConditionalGeneration(config).eval()
     text = torch.arange(3, 35).view(2, 16)
     batch = {"input_ids": text, "decoder_input_ids": text[:, :6]}
-    return SwitchTransformersForConditionalGeneration(config).eval(), batch
-
-
-def test_layers_of_one_field_keep_all_units_if_data_do_not_reach_one_of_them():
-    model, batch = mixture()
-    for name, value in model.named_parameters():
-        if "router" in name:
-            value.data.zero_()  # all tokens go to the first expert
-    asked = Asked(iobs.Structured(0.25), STRUCTURED["one-shot"], "*.mlp.*", None, 0.1, 0, None)
-    with pytest.raises(LayerSelectionError, match=r"expert_1\.wo, and the configuration has one number for it"):
-        planned_units(Store(model), [batch], asked)
-
-
-def test_a_decoder_keeps_the_fields_of_its_own_configuration():
-    model, batch = mixture()
     sites = find_sites(model, batch)
     widths = widths_of(model, sites)
     kept = half(sites, widths)
