@@ -1,6 +1,6 @@
 """Widths of a network that is narrower than its code builds it: kept beside the weights, and given back at load.
 
-A network from a Python function or from timm has no configuration that could say fewer channels. So its directory names
+A network from a Python function or from timm has no configuration with its widths. So its directory names
 the tensors whose shapes differ from those that the code builds, and the numbers of modules that follow them.
 """
 

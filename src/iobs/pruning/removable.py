@@ -49,7 +49,7 @@ class Found:
 
     Attributes:
         sites: with the layers that read them.
-        form: the widths that the model's class can say.
+        form: the widths that the model's configuration can express.
         loadable: True if the class must be able to load the narrower model.
         dense: products of the dense model.
     """
@@ -175,7 +175,7 @@ def _written(model: nn.Module, sites: SitesOfLayers, callbacks: Callbacks) -> Si
 
 
 def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> SitesOfLayers:
-    """The sites whose number of units the model's class can say; the others keep all units, with a note.
+    """The sites whose number of units the configuration can express; the others keep all units, with a note.
 
     Raises:
         LayerSelectionError: there are none.

@@ -162,7 +162,7 @@ def _added_biases(
     for site in refitted:
         for reader, layer in zip(site.readers, sites.readers(site), strict=True):
             module = model.get_submodule(layer.path)
-            first = reader is site.readers[0]  # the class of a model says a bias of this layer only
+            first = reader is site.readers[0]  # a configuration has a field for the bias of this layer only
             possible = reader.bias or reader.norm is not None or not loadable or (first and form.bias(site))
             if possible and "bias" in module._parameters and module._parameters["bias"] is None:
                 weight = layer.stored(model)

@@ -62,9 +62,9 @@ class Expected:
             AuditError: it does not.
         """
         gap = _gap(self.outputs, outputs_of(model, self.batch, self.single))
-        own, single = _precision(model), torch.finfo(torch.float32).eps
-        rounded = own if self.single else 50 * own**0.75  # of biases alone, or of everything
-        if not gap <= max(50 * single**0.75, min(_LARGEST_GAP, rounded)):
+        own, least = _precision(model), torch.finfo(torch.float32).eps
+        rounded = own if self.single else 50 * own**0.75  # only added biases are rounded to `own`, or all products are
+        if not gap <= max(50 * least**0.75, min(_LARGEST_GAP, rounded)):
             raise AuditError(
                 f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
             )

@@ -1,4 +1,4 @@
-"""Widths that the class of a model can say, so that a narrower model is saved and loaded like any other.
+"""Widths that the configuration of a model can express, so that a narrower model is saved and loaded like any other.
 
 A Hugging Face model is built from its configuration. Its class loads a narrower network only if some values of the
 configuration give exactly the narrower shapes. These values are found by trial. The class is built without data from a
@@ -47,7 +47,7 @@ class Widths:
 
 
 def widths_of(model: nn.Module, sites: Sequence[Site]) -> Widths:
-    """The widths that the model's class can say.
+    """The widths that the model's configuration can express.
 
     For a model that is not built from a configuration every site is a group of its own.
     """
@@ -145,7 +145,7 @@ def require_together(model: nn.Module, widths: Widths, sites: Sequence[Site], sh
         widths: of the model; each was tried alone.
         sites: those that the class can have narrower.
         share: of the units of every site that is removed for the trial: at least one unit, and not all.
-        biases: readers may get a bias where the configuration can say it.
+        biases: readers may get a bias where the configuration has a field for it.
 
     Raises:
         ModelError: it cannot.

@@ -124,7 +124,7 @@ class Blocks:
         """Delete the blocks from their list.
 
         Raises:
-            ModelError: the class of the model cannot say the number of blocks.
+            ModelError: the configuration cannot express the number of blocks.
         """
         gone = removed[self.stack.path]
         config = self._narrower(gone) if is_configured(self.model) else None

@@ -85,7 +85,7 @@ class Parts(Protocol):
         """Delete the removed parts, and let the configuration follow.
 
         Raises:
-            ModelError: the class of the model cannot say this number of parts. The model is unchanged.
+            ModelError: the configuration cannot express this number of parts. The model is unchanged.
         """
         ...
 
