@@ -133,9 +133,11 @@ class Experts:
         Raises:
             ModelError: the mixture does not compute without them.
         """
-        module, undo = self.model.get_submodule(stack.path), self._narrowed(stack, gone)
+        module, given = self.model.get_submodule(stack.path), self.inputs[stack.path]
+        undo = self._narrowed(stack, gone)
         try:
-            return float((_output(module, self.inputs[stack.path]) - dense).double().square().sum())
+            _output(module, given[:1])  # fails if groups do not divide the experts; those of many tokens may be mixed
+            return float((_output(module, given) - dense).double().square().sum())
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
