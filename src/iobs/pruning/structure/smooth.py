@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from iobs.pruning.network.calls import Argument
+
+_Functions: TypeAlias = tuple[Callable[..., Argument], ...]
 
 
 def _dependent(value: Argument, *inputs: Argument) -> Argument:
@@ -78,12 +81,13 @@ OF_ONE: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
     torch.clamp: torch.clone,
     Tensor.clamp: torch.clone,
 }
-_ENTRYWISE = (torch.where, Tensor.where, torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum)
-_FILLED = (torch.masked_fill, Tensor.masked_fill)
-_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-_LARGEST = (torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+_PRELU: _Functions = (F.prelu, torch.prelu, Tensor.prelu)
+_ENTRYWISE: _Functions = (torch.where, Tensor.where, torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum)
+_FILLED: _Functions = (torch.masked_fill, Tensor.masked_fill)
+_PRODUCTS: _Functions = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_LARGEST: _Functions = (torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax, torch.amin, Tensor.amin)
 OF_SEVERAL: dict[Callable[..., Argument], Callable[..., Argument]] = {
-    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), _prelu),
+    **dict.fromkeys(_PRELU, _prelu),
     **{func: _entrywise(func) for func in (*_ENTRYWISE, *_FILLED)},
     **{func: _product(func) for func in _PRODUCTS},
     **{func: _largest(func) for func in _LARGEST},

@@ -37,8 +37,15 @@ _SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of conv
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
     **dict.fromkeys(_TRANSPOSED, ("bias", "stride", "padding", "output_padding", "groups", "dilation")),
 }
-_DETACHED = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__)
+_DETACHED: tuple[object, ...] = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_NUMBERS: tuple[object, ...] = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__float__,
+    Tensor.__int__,
+)
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _VIEWS = ("__get__", "t", "transpose")
 
