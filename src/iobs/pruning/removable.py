@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,19 +15,31 @@ from iobs.pruning.calibration.reach import reached
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
-from iobs.pruning.network.selection import adapters_of, matching, require_module, require_unstored
+from iobs.pruning.network.selection import (
+    adapters_of,
+    matching,
+    other_weights,
+    require_module,
+    require_shapes,
+    require_unstored,
+)
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.structured import require_structured
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.expected import require_narrower
+from iobs.pruning.structure.shapes import is_configured
+from iobs.pruning.structure.sites import checked_sites
+from iobs.pruning.structure.traced_batches import traced_batches
+from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.structure.widths import Widths, require_together, widths_of
 from iobs.pruning.widths.clock import require_runtime
 from iobs.pruning.widths.costs import Products
 
 Names = str | Sequence[str] | None
+_LISTED = 5  # names in a sentence
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,8 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
     model = store.model
     require_taken(model, collected)
     store.observe(collected, asked.seed)  # finds layers that no class shows, such as transposed convolutions
-    sites = _sites(model, collected[0], asked)
+    given = traced_batches(model, collected)
+    sites = _sites(model, given, asked, callbacks)
     if store.built_by_code:
         sites = _written(model, sites, callbacks)
     form = widths_of(model, sites.sites)
@@ -85,7 +98,11 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
         sites = _loadable(sites, form, callbacks)
         if asked.pattern.sparsity:
             require_together(model, form, sites.sites, asked.pattern.sparsity, asked.recipe.refits_biases)
+    if not is_configured(model):  # otherwise the shapes of the class tell which layers read units
+        _note_uncalled(model, sites, collected, callbacks)
     sites = _reached(model, sites, form, loadable, collected, callbacks)
+    if len(given) > 1:
+        require_narrower(model, sites.sites, given)
     dense = Products.count(model, collected[0], sites.sites)
     if not dense.held.of({}):
         raise LayerSelectionError(
@@ -100,12 +117,19 @@ def require_possible(store: Store, asked: Asked) -> None:
 
     Raises:
         ProblemError: the recipe, or the model's weights are not in memory.
-        ModelError: the model is no module, or has adapters or matrices of `iobs.accelerate`.
+        ModelError: the model is no module, has no parameters, or has adapters or matrices of `iobs.accelerate`.
+        LayerSelectionError: a lazy layer was never called.
         NonFiniteError: a parameter holds NaN or infinity.
     """
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     require_module(store.model)
+    if next(store.model.parameters(), None) is None:
+        raise ModelError(
+            f"{type(store.model).__name__} has no parameters. Modules in a plain list or dict are not registered: use "
+            "nn.ModuleList or nn.ModuleDict. Quantised modules of torch have none: prune before you quantise."
+        )
+    require_shapes(store.model)
     require_unstored(store.model)
     for path, _ in adapters_of(store.model):
         raise ModelError(
@@ -129,20 +153,58 @@ def require_taken(model: nn.Module, data: Sequence[Batch]) -> None:
         batches.require_all_accepted(model, data)
 
 
-def _sites(model: nn.Module, batch: Batch, asked: Asked) -> SitesOfLayers:
+def _sites(model: nn.Module, given: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> SitesOfLayers:
     """The sites of a model with the layers that read them, as far as the names of the readers are asked for."""
     every_layer = find_layers(model)
     layers = {layer.path: layer for layer in every_layer if layer.parameter == "weight" and layer.groups == 1}
-    inner = asked.pattern.units == "auto"
-    every = [site for site in find_sites(model, batch, inner) if all(one.path in layers for one in site.readers)]
-    if not every:
-        raise LayerSelectionError("No channels, neurons or heads were found that can be removed from this model.")
+    checked = checked_sites(model, given, asked.pattern.units == "auto")
+    unsolved = {site.name: key for site in checked.sites if (key := _unsolved(site, layers)) is not None}
+    every = [site for site in checked.sites if site.name not in unsolved]
+    reasons = {name: f"{key}, which reads them, is not the `weight` of a module" for name, key in unsolved.items()}
+    _note_kept(model, checked.refused | reasons, every, callbacks)
     chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
     chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
     found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
     if not found:
         raise LayerSelectionError("include= and ignore= leave no layer whose units can be removed.")
     return SitesOfLayers(found, layers)
+
+
+def _unsolved(site: Site, layers: Collection[str]) -> str | None:
+    """The name of a parameter that reads units and is not the weight of a layer; None if there is none."""
+    keys = [one.weight.key for one in site.readers if one.path not in layers or one.weight.parameter != "weight"]
+    return keys[0] if keys else None
+
+
+def _note_kept(model: nn.Module, reasons: Mapping[str, str], left: Sequence[Site], callbacks: Callbacks) -> None:
+    """Say which units are kept although they were found, and why.
+
+    Raises:
+        LayerSelectionError: none are left.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    notes = [f"{_listed(one)}: all units are kept, since {reason}." for reason, one in names.items()]
+    computed = [name for name, one in other_weights(model, find_layers(model)).items() if one.kind == "transformed"]
+    if computed:
+        notes.append(
+            f"Layers that compute their weight in every forward pass neither lose nor read units: {_listed(computed)}. "
+            "iobs.fold(model, batch) makes plain weights of them."
+        )
+    scripted = [path for path, one in model.named_children() if isinstance(one, torch.jit.ScriptModule)]
+    if isinstance(model, torch.jit.ScriptModule) or scripted:
+        names_of = _listed(scripted) or type(model).__name__
+        notes.append(f"torch.jit hides the layers of {names_of}: prune the Python modules, and script them afterwards.")
+    if not left:
+        nothing = "No channels, neurons or heads were found that can be removed from this model."
+        raise LayerSelectionError(" ".join([nothing, *notes]))
+    for note in notes:
+        callbacks.on_note(note)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:
@@ -190,6 +252,23 @@ def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> Sites
             "nevertheless, to be exported or stored as a whole."
         )
     return replace(sites, sites=found)
+
+
+def _note_uncalled(model: nn.Module, sites: SitesOfLayers, data: Sequence[Batch], callbacks: Callbacks) -> None:
+    """Name the layers that calibration data do not reach and that have the width of removable units."""
+    readers = [reader.weight for site in sites.sites for reader in site.readers]
+    widths = {one.stored(model).shape[one.axis] for one in readers}
+    known = {one.path for one in readers}
+    alike = {
+        layer
+        for layer in sites.layers.values()
+        if layer.path not in known and layer.stored(model).shape[1 - int(layer.transposed)] in widths
+    }
+    if uncalled := sorted(layer.name for layer in alike - reached(model, alike, data)):
+        callbacks.on_note(
+            f"No calibration sample reaches {_listed(uncalled)}. If they read units that are removed, a forward pass "
+            "that calls them fails: give data that reach them."
+        )
 
 
 def _reached(

@@ -123,8 +123,7 @@ def select(
         NonFiniteError: a weight holds NaN or infinity.
     """
     require_module(model)
-    if without := _without_shape(model):
-        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
+    require_shapes(model)
     require_unstored(model)
     if include is None:
         _require_merged(model)
@@ -187,6 +186,16 @@ def require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Check that no parameter waits for the first call of a lazy layer.
+
+    Raises:
+        LayerSelectionError: one does.
+    """
+    if without := _without_shape(model):
+        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
 
 
 def require_unstored(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 
 from torch import Tensor, nn
 
@@ -66,12 +67,30 @@ def targets(batch: Batch) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def tensors_of(output: object) -> list[Tensor]:
+    """The tensors of a model's output, also those inside tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        return [output]
+    opened = _opened(output)
+    values: Iterable[object] = opened.values() if isinstance(opened, Mapping) else ()
+    values = opened if isinstance(opened, (tuple, list)) else values
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def _opened(output: object) -> object:
+    """A dataclass as a mapping of its fields; other outputs as they are."""
+    if isinstance(output, (Mapping, type)) or not is_dataclass(output):
+        return output
+    return {one.name: getattr(output, one.name) for one in fields(output)}
+
+
 def logits(output: object) -> Tensor:
     """The logits in a model's output: the entry "logits", otherwise its first tensor that is not the loss.
 
     Raises:
         CalibrationError: the output holds no tensor.
     """
+    output = _opened(output)
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -81,4 +100,7 @@ def logits(output: object) -> Tensor:
     for value in output if isinstance(output, (tuple, list)) else ():
         if isinstance(value, Tensor):
             return value
-    raise CalibrationError(f"The model returned a {type(output).__name__} without a tensor in it.")
+    raise CalibrationError(
+        f"The model returned a {type(output).__name__} without a tensor in it. Return a tensor, or a tuple, a mapping "
+        "or a dataclass with one."
+    )

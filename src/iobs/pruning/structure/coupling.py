@@ -57,6 +57,8 @@ class Dependencies:
             for one, weight in zip(inputs, weights, strict=True)
         ]
         leaves = [leaf for _, leaf in self.leaves]
+        if not leaves:
+            return {}
         reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
         with refused(reason):
             grads = torch.autograd.grad(inputs, leaves, noise, retain_graph=True, allow_unused=True)
@@ -125,4 +127,4 @@ def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:
     """The channels of a layer's output with a true entry; for a parameter the mask itself."""
     if source.axis is None:
         return mask
-    return mask.movedim(source.channels[call], 0).flatten(1).any(1)
+    return mask.movedim(source.channels[call], 0).reshape(mask.shape[source.channels[call]], -1).any(1)

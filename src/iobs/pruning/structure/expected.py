@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import AuditError
-from iobs.pruning.network.modes import evaluating
+from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
+from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits
+from iobs.pruning.structure.removal import remove, zero_columns
+from iobs.pruning.structure.units import Site
 
 _COPY_LIMIT = 2**30  # bytes of a model that is copied, to compare or time it beside another
 _PIECE = 2**22  # outputs that are compared at once, in float64
@@ -31,8 +34,36 @@ def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
     if single and _precision(model) > torch.finfo(torch.float32).eps:
         model = copy.deepcopy(model).float()
         batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
-    with evaluating(model):
+    with evaluating(model), seeded(model, 0):  # models that draw numbers draw the same ones
         return logits(batches.forward(model, batch))
+
+
+def require_narrower(model: nn.Module, sites: Sequence[Site], given: Sequence[Batch]) -> None:
+    """Check before any work that a model without every second unit takes several batches, and gives what zeros give.
+
+    Nothing is checked of a model that is too large for a copy.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if not can_copy(model):
+        return
+    wide, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    kept = {site.name: [*range(0, site.count, 2)] for site in sites}
+    for site in sites:
+        zero_columns(wide, site, kept[site.name])
+    try:
+        remove(narrow, sites, kept)
+        for batch in given:
+            Expected.of(wide, batch).require(narrow)
+    except (AuditError, *batches.REFUSALS) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"Units cannot be removed: {type(model).__name__} calls other layers for other batches, and the narrower "
+            f"network fails there ({first_line(error)}). Name the layers that may lose units in include=, or prune "
+            "entries instead: Unstructured or NM."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -53,7 +84,14 @@ class Expected:
     def of(cls, model: nn.Module, batch: Batch) -> Expected:
         """The outputs of a model with zeros on the first samples of a batch: `batches.pieces` says how many."""
         batch = next(batches.pieces(batch))
-        return cls(batch, outputs_of(model, batch, can_copy(model)), can_copy(model))
+        if not can_copy(model):
+            return cls(batch, outputs_of(model, batch), False)
+        try:
+            return cls(batch, outputs_of(model, batch, single=True), True)
+        except batches.REFUSALS as error:  # its code has the dtype of its weights
+            if is_out_of_memory(error):
+                raise
+            return cls(batch, outputs_of(model, batch), False)
 
     def require(self, model: nn.Module) -> None:
         """Check that a narrower model gives these outputs.
@@ -62,9 +100,9 @@ class Expected:
             AuditError: it does not.
         """
         gap = _gap(self.outputs, outputs_of(model, self.batch, self.single))
-        own, least = _precision(model), torch.finfo(torch.float32).eps
-        rounded = own if self.single else 50 * own**0.75  # only added biases are rounded to `own`, or all products are
-        if not gap <= max(50 * least**0.75, min(_LARGEST_GAP, rounded)):
+        # Only added biases are rounded to the model's own precision, or all products are.
+        rounded = _precision(model) if self.single else rounding(model)
+        if not gap <= max(50 * torch.finfo(torch.float32).eps ** 0.75, min(_LARGEST_GAP, rounded)):
             raise AuditError(
                 f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
             )
@@ -78,6 +116,11 @@ def _gap(before: Tensor, after: Tensor) -> float:
     found = [((old.double() - new.double()).abs().max(), old.double().abs().max()) for old, new in pairs]
     differences, sizes = (torch.stack(values).max() for values in zip(*found, strict=True))  # NaN stays NaN
     return float(differences) / max(float(sizes), 1e-30)
+
+
+def rounding(model: nn.Module) -> float:
+    """The difference of outputs, relative to the largest, that the shortest floats of a model explain."""
+    return min(_LARGEST_GAP, 50 * _precision(model) ** 0.75)
 
 
 def _precision(model: nn.Module) -> float:

@@ -59,6 +59,17 @@ def remove(
         _add_bias(model, readers[path], bias[[row for row in range(len(bias)) if row not in removed]])
 
 
+@torch.no_grad()
+def zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
+    """Set the columns of readers to zero for all units but some."""
+    gone = set(range(site.count)) - set(keep)
+    for reader in site.readers:
+        weight = reader.weight.stored(owner)
+        weight.index_fill_(
+            reader.weight.axis, torch.tensor(reader.weight.of(gone), dtype=torch.int64, device=weight.device), 0
+        )
+
+
 def set_number(module: nn.Module, name: str, value: object) -> None:
     """Set a number of a module; a field of a `config` is set in a copy that belongs to this module alone."""
     if name.startswith(CONFIG):

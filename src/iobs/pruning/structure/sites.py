@@ -1,4 +1,4 @@
-"""Sites of a network: units that can be removed, found by one traced forward pass and gradients between layers."""
+"""Sites of a network: units that can be removed, found by traced forward passes and gradients between layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, joined
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
 from iobs.pruning.structure.trace import Read, Source, Trace, trace
+from iobs.pruning.structure.traced_batches import shortened
 from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices
-from iobs.pruning.structure.verification import verify
+from iobs.pruning.structure.verification import Verified, verify
 
 
 def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
@@ -26,12 +27,27 @@ def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]
         inner: only units that all of their writers finish before a layer reads them. False: also channels that are
             written again later, such as the residual stream of a network with batch norms.
     """
-    return verify(model, batch, traced_sites(model, batch, inner)).sites
+    return checked_sites(model, [shortened(batch)], inner).sites
+
+
+def checked_sites(model: nn.Module, given: Sequence[Batch], inner: bool = True) -> Verified:
+    """The sites of `find_sites`, and the reasons why the check refused others.
+
+    Args:
+        model: as there.
+        given: short batches, from `traced_batches`.
+        inner: as there.
+    """
+    return verify(model, given, _sites(model, given, inner))
 
 
 def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
     """The sites of `find_sites` before the check, without the attributes that count units."""
-    traced = trace(model, batch)
+    return _sites(model, [shortened(batch)], inner)
+
+
+def _sites(model: nn.Module, given: Sequence[Batch], inner: bool) -> list[Site]:
+    traced = trace(model, given)
     reads = [read for read in traced.reads.values() if read.inputs and read.columns > 1]
     dependencies = Dependencies(traced)
     columns = [dependencies.units(read) for read in reads]
@@ -41,7 +57,7 @@ def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Sit
     graph.block_tied(model)
     sites = [_site(model, traced, reads, columns, group) for group in graph.groups()]
     shared = [site.name for site in sites]
-    named = [_renamed(site) if shared.count(site.name) > 1 else site for site in sites]
+    named = _numbered([_renamed(site) if shared.count(site.name) > 1 else site for site in sites])
     return [site for site in named if site.count > 1 and (site.inner or not inner)]
 
 
@@ -161,7 +177,7 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
     found = tuple(reader for _, reader in readers)
     paths = [one.key for one in writers] + [reader.weight.key for reader in found]
     kind = _kind(model, found[0], writers)
-    order = {key: number for number, key in enumerate(traced.reads)}
+    order = {key: read.place for key, read in traced.reads.items()}
     last = max(order.get(one.key, -1) for one in writers)
     first = min(order[one.weight.key] for one in found if one is found[0] or not _reads_averages(one, traced.samples))
     inner = last < first
@@ -207,3 +223,13 @@ def _common(paths: Sequence[str]) -> str:
 
 def _renamed(site: Site) -> Site:
     return replace(site, name=f"{site.name}:{site.writers[0].path}")
+
+
+def _numbered(sites: Sequence[Site]) -> list[Site]:
+    """The sites with a number behind a name that sites before them have."""
+    seen: dict[str, int] = defaultdict(int)
+    found = []
+    for site in sites:
+        seen[site.name] += 1
+        found.append(site if seen[site.name] == 1 else replace(site, name=f"{site.name}:{seen[site.name]}"))
+    return found

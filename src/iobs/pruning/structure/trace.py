@@ -1,4 +1,4 @@
-"""Trace of one forward pass: which layers mix channels, and which tensors lie between them.
+"""Trace of forward passes: which layers mix channels, and which tensors lie between them.
 
 The outputs of all layers that mix channels (linear maps, convolutions, embeddings) are replaced by noise. Each output
 is a leaf of the autograd graph. A backward pass from the input of a layer therefore ends at the layers that wrote this
@@ -14,7 +14,7 @@ The noise in its place is no leaf, and is stored once for all equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,30 +27,27 @@ from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
+from iobs.pruning.samples.outputs import tensors_of
+from iobs.pruning.structure import smooth
 from iobs.pruning.structure.refusals import refused
 
-TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
 _MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of convolutions after input and weight
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("bias", "stride", "padding", "dilation", "groups")),
     **dict.fromkeys(_TRANSPOSED, ("bias", "stride", "padding", "output_padding", "groups", "dilation")),
 }
+_DETACHED: tuple[object, ...] = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_NUMBERS: tuple[object, ...] = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__float__,
+    Tensor.__int__,
+)
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _VIEWS = ("__get__", "t", "transpose")
-_SMOOTH: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
-    F.relu: F.softplus,
-    torch.relu: F.softplus,
-    torch.relu_: F.softplus,
-    Tensor.relu: F.softplus,
-    Tensor.relu_: F.softplus,
-    F.relu6: F.softplus,
-    F.hardtanh: F.softplus,
-    F.hardswish: F.silu,
-    F.hardsigmoid: torch.sigmoid,
-    torch.clamp: torch.clone,
-    Tensor.clamp: torch.clone,
-}
 
 
 @dataclass
@@ -82,6 +79,7 @@ class Read:
         axis: of the weight, along which the input's channels lie.
         width: number of matrix columns for one input channel.
         rows: number of output channels.
+        place: number of calls of layers before the first call of this one, in its forward pass.
         norm: path of the batch norm that alone takes the outputs of all calls, and nothing else; or None.
         inputs: tensors in the autograd graph, one for each call.
         channels: dimension of the channels in each input.
@@ -92,6 +90,7 @@ class Read:
     axis: int
     width: int
     rows: int
+    place: int = 0
     norm: str | None = None
     inputs: list[Tensor] = field(default_factory=list)
     channels: list[int] = field(default_factory=list)
@@ -109,13 +108,13 @@ class Read:
 
 @dataclass
 class Trace:
-    """Sources and reads of one forward pass, in forward order, and the model's outputs.
+    """Sources and reads of some forward passes, in the order of their first calls, and the model's outputs.
 
     Attributes:
         sources: by full name of the parameter.
         reads: by full name of the weight; with "@" and the axis for a second axis of the same weight.
-        outputs: floating-point tensors that the model returned.
-        samples: number of samples in the batch.
+        outputs: floating-point tensors that the model returned, or whose values it took out of torch.
+        samples: number of samples in the batches.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
@@ -124,55 +123,36 @@ class Trace:
     samples: int = 1
 
 
-def trace(model: nn.Module, batch: batches.Batch) -> Trace:
-    """Trace the forward pass of one batch; the model is unchanged.
+def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
+    """Trace the forward passes of some short batches; the model is unchanged.
 
     Raises:
         ModelError: the model takes the batch, but not noise in place of the outputs of its layers.
     """
     recorder = _Recorder(model)
-    given = shortened(batch)
-    recorder.found.samples = batches.size(given)
+    recorder.found.samples = sum(map(batches.size, given))
     reason = f"{type(model).__name__} does not take noise in place of the outputs of its layers"
-    with evaluating(model), torch.enable_grad(), _buffers_kept(model), recorder, refused(reason):
-        output = batches.forward(model, given)
-    values = batches.tensors(output) if isinstance(output, (Tensor, Mapping, tuple, list)) else []
+    with evaluating(model), torch.enable_grad(), _attributes_kept(model), recorder, refused(reason):
+        values = [value for batch in given for value in tensors_of(recorder.passed(model, batch))]
     recorder.settle_norms(values)
-    recorder.found.outputs = [value for value in values if value.is_floating_point() and value.requires_grad]
+    recorder.found.outputs = [
+        value for value in (*values, *recorder.shown) if value.is_floating_point() and value.requires_grad
+    ]
     return recorder.found
 
 
-def shortened(batch: batches.Batch) -> batches.Batch:
-    """At most two samples, and `TOKENS` positions of text if nothing else is in the batch.
-
-    Text beside images or sounds is left whole: its tokens stand for their parts.
-    """
-    given = batches.inputs(batch)
-    if not batches.is_whole(given):
-        rows = torch.arange(min(2, batches.size(given)))
-        given = batches.take(given, rows)
-    found = batches.tensors(given)
-    if len(found) > 1 and any(tensor.is_floating_point() for tensor in found):
-        return given
-    texts = {tensor.shape for tensor in found if tensor.ndim == 2 and not tensor.is_floating_point()}
-    if isinstance(given, Mapping) and len(texts) == 1:
-        return {
-            name: value[:, :TOKENS] if isinstance(value, Tensor) and value.shape in texts else value
-            for name, value in given.items()
-        }
-    whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()
-    return given[:, :TOKENS] if whole and isinstance(given, Tensor) else given
-
-
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore buffers that the forward pass changed."""
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore what the forward pass stored in modules: buffers, activations, and tables made of noise."""
+    tables = [vars(module) for module in model.modules()]
+    tables += [value for table in tables for value in table.values() if type(value) is dict]  # buffers among them
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for module, buffers in before:
-            module._buffers.update(buffers)
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
 
 
 def _holds_tensors(value: Argument) -> bool:
@@ -192,6 +172,8 @@ class _Recorder(TorchFunctionMode):
         self.made: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
         self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
         self.given: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
+        self.calls = 0  # of layers in this forward pass
+        self.shown: list[Tensor] = []  # tensors whose values the model took out of torch
         self.random = torch.Generator().manual_seed(0)
         for path, module in model.named_modules():
             for name, value in (*module._parameters.items(), *module._buffers.items()):
@@ -213,6 +195,11 @@ class _Recorder(TorchFunctionMode):
             self._taken((*args, *kwargs.values()), None)
         return result
 
+    def passed(self, model: nn.Module, batch: batches.Batch) -> object:
+        """The output of the model for one more batch."""
+        self.calls = 0
+        return batches.forward(model, batch)
+
     def _taken(self, values: Iterable[Argument], taker: str | None) -> None:
         """Note who takes the outputs of layers among some arguments, also inside tuples and lists."""
         for value in values:
@@ -233,8 +220,15 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Argument], args: tuple[Argument, ...], kwargs: dict[str, Argument]
     ) -> Argument:
         first = args[0] if args else kwargs.get("input")
-        if func in _SMOOTH and isinstance(first, Tensor) and first.is_floating_point():
-            return _SMOOTH[func](first)
+        if func in _DETACHED:  # parts that pass no gradient read units too
+            return self._replaced(first).clone()
+        if func in _NUMBERS and isinstance(first, Tensor):  # the model may do anything with them
+            self.shown += [first] if first.grad_fn is not None else []
+            return func(first.detach(), *args[1:], **kwargs)
+        if func in smooth.OF_ONE and isinstance(first, Tensor) and first.is_floating_point():
+            return smooth.OF_ONE[func](first)
+        if func in smooth.OF_SEVERAL:
+            return smooth.OF_SEVERAL[func](*self._replaced(args), **self._replaced(kwargs))
         if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
             return self._viewed(func, *args, **kwargs)
         if func in _PRODUCTS and len(args) + len(kwargs) == 2:
@@ -313,7 +307,8 @@ class _Recorder(TorchFunctionMode):
         if self.found.reads.get(key, Read(path, name, columns, 1, 0)).axis != columns:
             key = f"{key}@{columns}"  # a matrix that is read along its other axis too
         width = weight[0, 0].numel() if weight.ndim > 2 else 1
-        read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows]))
+        read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows], self.calls))
+        self.calls += 1
         if given.requires_grad:
             read.inputs.append(given.clone())
             read.channels.append(channel)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from iobs.errors import first_line, is_out_of_memory
 from iobs.pruning.network.calls import before_calls
-from iobs.pruning.network.modes import evaluating
+from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.samples import batches
-from iobs.pruning.structure.removal import CONFIG, remove
-from iobs.pruning.structure.trace import shortened
+from iobs.pruning.samples.outputs import tensors_of
+from iobs.pruning.structure.expected import rounding
+from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
 Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, object]]  # of a call, by place and by name
@@ -39,7 +40,7 @@ class Verified:
 
 
 @torch.no_grad()
-def verify(model: nn.Module, batch: batches.Batch, sites: Sequence[Site]) -> Verified:
+def verify(model: nn.Module, given: Sequence[batches.Batch], sites: Sequence[Site]) -> Verified:
     """Remove units from a copy of each site's modules, and compare with the modules whose columns are zero.
 
     Numbers of the modules that count units, such as `num_heads`, are found here: those whose change makes the check
@@ -47,10 +48,10 @@ def verify(model: nn.Module, batch: batches.Batch, sites: Sequence[Site]) -> Ver
 
     Args:
         model: unchanged.
-        batch: a batch that the model accepts.
+        given: short batches that the model accepts.
         sites: from a trace.
     """
-    calls = _calls(model, batch, {place for site in sites for place in _around(site.owner)})
+    calls = _calls(model, given, {place for site in sites for place in _around(site.owner)})
     called = [replace(site, owner=next(place for place in _around(site.owner) if place in calls)) for site in sites]
     alike: dict[object, list[Site]] = {}
     for site in called:
@@ -81,15 +82,16 @@ def _moved(path: str, owner: str, other: str) -> str:
     return other + path[len(owner) :] if owner else path
 
 
-def _calls(model: nn.Module, batch: batches.Batch, owners: set[str]) -> dict[str, Arguments]:
-    """Arguments of the first call of each module in a forward pass."""
+def _calls(model: nn.Module, given: Sequence[batches.Batch], owners: set[str]) -> dict[str, Arguments]:
+    """Arguments of the first call of each module in forward passes."""
     found: dict[str, Arguments] = {}
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         found.setdefault(path, copy.deepcopy((args, kwargs)))
 
     with evaluating(model), before_calls(model, owners, note), torch.no_grad():
-        batches.forward(model, shortened(batch))
+        for batch in given:
+            batches.forward(model, batch)
     return found
 
 
@@ -99,30 +101,83 @@ def _around(path: str) -> list[str]:
     return [".".join(names[:length]) for length in range(len(names), -1, -1)]
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A copy of a module, and what it gives without the odd units, and without the even units.
+
+    Every unit is absent once. A part that needs a unit, such as the largest value of all units, shows itself.
+
+    Args:
+        dense: the copy, in float32 unless its code needs its own dtype.
+        given: arguments of a call.
+        tolerance: largest relative difference of outputs.
+        cases: kept units and the outputs with zero columns for the others.
+    """
+
+    dense: nn.Module
+    given: Arguments
+    tolerance: float
+    cases: tuple[tuple[list[int], list[Tensor]], ...]
+
+    @classmethod
+    def of(cls, owner: nn.Module, site: Site, given: Arguments) -> _Trial:
+        """The trial of a site with paths inside its owner; raises what the copy raises."""
+        dense = _visible(copy.deepcopy(owner).float())
+        try:
+            return cls._in(dense, site, cast(Arguments, _as_float(given)), _TOLERANCE)
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+        dense = _visible(copy.deepcopy(owner))
+        return cls._in(dense, site, given, max(_TOLERANCE, rounding(dense)))
+
+    @classmethod
+    def _in(cls, dense: nn.Module, site: Site, given: Arguments, tolerance: float) -> _Trial:
+        cases = []
+        for start in (0, 1):
+            keep = [*range(start, site.count, 2)]
+            zeroed = copy.deepcopy(dense)
+            zero_columns(zeroed, site, keep)
+            cases.append((keep, _outputs(zeroed, given)))
+        return cls(dense, given, tolerance, tuple(cases))
+
+    def difference(self, site: Site) -> float:
+        """The first relative difference of outputs above the tolerance, otherwise the last; of the narrower module."""
+        found = 0.0
+        for keep, expected in self.cases:
+            narrow = copy.deepcopy(self.dense)
+            remove(narrow, [site], {site.name: keep})
+            found = _difference(expected, _outputs(narrow, self.given))
+            if not found <= self.tolerance:
+                break
+        return found
+
+
 def _attributes(model: nn.Module, site: Site, given: Arguments) -> tuple[Attribute, ...] | str:
     """The attributes whose change makes the check pass, or the reason why no change does."""
     owner = model.get_submodule(site.owner)
-    local = site.inside()
-    keep = [unit for unit in range(site.count) if unit % 2 == 0]
-    reason = ""
+    kind, reason = type(owner).__name__, ""
     with evaluating(owner):
-        dense = _visible(copy.deepcopy(owner).float())
-        zeroed = copy.deepcopy(dense)
-        _zero_columns(zeroed, local, keep)
-        expected = _outputs(zeroed, given)
+        try:
+            trial = _Trial.of(owner, site.inside(), given)
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+            return f"a copy of the {kind} fails: {first_line(error)}"
         for attributes in _combinations(_candidates(model, site)):
-            narrow = copy.deepcopy(dense)
             try:
-                remove(narrow, [replace(site, attributes=attributes).inside()], {site.name: keep})
-                difference = _difference(expected, _outputs(narrow, given))
+                difference = trial.difference(replace(site, attributes=attributes).inside())
             except batches.REFUSALS as error:
                 if is_out_of_memory(error):
                     raise
-                reason = reason or f"the narrower {type(owner).__name__} fails: {first_line(error)}"
+                reason = reason or (
+                    f"the narrower {kind} fails ({first_line(error)}): "
+                    "its code, or a tensor that is no parameter, keeps the full width"
+                )
                 continue
-            if difference <= _TOLERANCE:
+            if difference <= trial.tolerance:
                 return attributes
-            reason = f"the narrower {type(owner).__name__} gives other outputs (relative difference {difference:.1e})"
+            reason = f"the narrower {kind} gives other outputs (relative difference {difference:.1e})"
     return reason
 
 
@@ -134,20 +189,11 @@ def _visible(module: nn.Module) -> nn.Module:
     return module
 
 
-def _zero_columns(owner: nn.Module, site: Site, keep: Sequence[int]) -> None:
-    gone = set(range(site.count)) - set(keep)
-    for reader in site.readers:
-        weight = reader.weight.stored(owner)
-        weight.index_fill_(
-            reader.weight.axis, torch.tensor(reader.weight.of(gone), dtype=torch.int64, device=weight.device), 0
-        )
-
-
 def _outputs(module: nn.Module, given: Arguments) -> list[Tensor]:
-    args, kwargs = cast(Arguments, _as_float(copy.deepcopy(given)))
-    found = module(*args, **kwargs)
-    values = [found] if isinstance(found, Tensor) else batches.tensors(found)
-    return [value for value in values if value.is_floating_point()]
+    args, kwargs = copy.deepcopy(given)
+    with seeded(module, 0):  # both modules draw the same numbers
+        found = module(*args, **kwargs)
+    return [value for value in tensors_of(found) if value.is_floating_point()]
 
 
 def _as_float(value: object) -> object:
@@ -200,7 +246,7 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _candidates(model: nn.Module, site: Site) -> tuple[list[Attribute], list[Attribute]]:
-    """Attributes that may follow the number of units: those named as counts, and those equal to a width.
+    """Attributes that may follow the number of units: those named as counts, and those equal to a width or a number.
 
     Fields of a module's `config` are candidates too, since some modules read their widths there.
     """
@@ -217,7 +263,7 @@ def _candidates(model: nn.Module, site: Site) -> tuple[list[Attribute], list[Att
             counted = counted or (site.kind == "heads" and name.endswith("groups"))
             if counted or (site.kind == "neurons" and value == site.count and "." not in name):
                 (others if "." in name else counts).append(Attribute(path, name, value // site.count))
-            elif value in widths and "." not in name:
+            elif (value in widths or (site.kind == "heads" and value == site.count)) and "." not in name:
                 others.append(Attribute(path, name, value // site.count))
     return counts, others
 

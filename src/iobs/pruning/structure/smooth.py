@@ -1,0 +1,94 @@
+"""Smooth functions in place of functions with flat parts, which would hide that an output depends on an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from iobs.pruning.network.calls import Argument
+
+_Functions: TypeAlias = tuple[Callable[..., Argument], ...]
+
+
+def _dependent(value: Argument, *inputs: Argument) -> Argument:
+    """A value that depends on all finite entries of some tensors, which broadcast to it; its entries are the same."""
+    for one in inputs:
+        if isinstance(one, Tensor) and one.requires_grad and value.is_floating_point():
+            finite = torch.nan_to_num(one, 0.0, 0.0, 0.0)
+            value = value + (finite - finite.detach())
+    return value
+
+
+def _entrywise(func: Callable[..., Argument]) -> Callable[..., Argument]:
+    """A function whose entries depend on the same entries of all inputs, of which it may choose one."""
+
+    def dependent(*args: Argument, **kwargs: Argument) -> Argument:
+        result = func(*args, **kwargs)
+        return _dependent(result, *args, *kwargs.values()) if isinstance(result, Tensor) else result
+
+    return dependent
+
+
+def _product(func: Callable[..., Argument]) -> Callable[..., Argument]:
+    """A product that also depends on an input where a mask is zero."""
+
+    def dependent(input: Argument, other: Argument) -> Argument:
+        result = func(input, other)
+        masked = any(
+            isinstance(one, Tensor) and not one.requires_grad and bool((one == 0).any()) for one in (input, other)
+        )
+        return _dependent(result, input, other) if masked else result
+
+    return dependent
+
+
+def _largest(func: Callable[..., Argument]) -> Callable[..., Argument]:
+    """A maximum or minimum, of two tensors or along dimensions, that depends on all entries."""
+
+    def dependent(input: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
+        result = func(input, *args, **kwargs)
+        if not input.is_floating_point():
+            return result
+        if any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
+            return _dependent(result, input, *args, *kwargs.values())
+        total = torch.nan_to_num(input, 0.0, 0.0, 0.0).sum(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return _dependent(result, total)
+        return type(result)((_dependent(result[0], total), result[1]))  # values and indices
+
+    return dependent
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    shaped = weight.view(-1, *(1,) * (input.ndim - 2)) if input.ndim > 1 else weight
+    return torch.relu(input) + shaped * input  # depends on its slope on both sides
+
+
+OF_ONE: dict[Callable[..., Argument], Callable[[Tensor], Tensor]] = {
+    F.relu: F.softplus,
+    torch.relu: F.softplus,
+    torch.relu_: F.softplus,
+    Tensor.relu: F.softplus,
+    Tensor.relu_: F.softplus,
+    F.relu6: F.softplus,
+    F.hardtanh: F.softplus,
+    F.hardswish: F.silu,
+    F.hardsigmoid: torch.sigmoid,
+    torch.clamp: torch.clone,
+    Tensor.clamp: torch.clone,
+}
+_PRELU: _Functions = (F.prelu, torch.prelu, Tensor.prelu)
+_ENTRYWISE: _Functions = (torch.where, Tensor.where, torch.maximum, Tensor.maximum, torch.minimum, Tensor.minimum)
+_FILLED: _Functions = (torch.masked_fill, Tensor.masked_fill)
+_PRODUCTS: _Functions = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_LARGEST: _Functions = (torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+OF_SEVERAL: dict[Callable[..., Argument], Callable[..., Argument]] = {
+    **dict.fromkeys(_PRELU, _prelu),
+    **{func: _entrywise(func) for func in (*_ENTRYWISE, *_FILLED)},
+    **{func: _product(func) for func in _PRODUCTS},
+    **{func: _largest(func) for func in _LARGEST},
+}

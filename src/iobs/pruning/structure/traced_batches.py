@@ -1,0 +1,75 @@
+"""Batches of a trace: short, and enough to call the layers that calibration data call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from iobs.pruning.network.calls import before_calls
+from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import logits
+
+TOKENS = 8  # positions of text in a traced batch: softmax needs more than one
+_FIRST, _FURTHER = 2, 32  # samples of the first traced batch, and of further ones
+
+
+@torch.no_grad()
+def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
+    """Short batches: the first, and one of every batch that calls a layer which no batch before it calls.
+
+    A forward pass may branch by its data. A layer in another branch reads units too.
+
+    Args:
+        model: in eval mode.
+        data: calibration data. Nothing but the first batch is run if that one calls all layers.
+
+    Raises:
+        CalibrationError: the model returns no tensor.
+    """
+    own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
+    paths = [path for path, module in own if [*module.parameters(recurse=False)]]
+    called: set[str] = set()
+
+    def passed(batch: Batch) -> set[str]:
+        new: set[str] = set()
+        with keeping_buffers(model), before_calls(model, paths, lambda path, *_: new.add(path)):
+            logits(batches.forward(model, batch))
+        return new
+
+    found = [shortened(data[0])]
+    called |= passed(found[0])
+    for batch in data:
+        for part in batches.pieces(batch):
+            if called.issuperset(paths):
+                return found
+            new = passed(part)
+            if not new <= called:
+                found.append(shortened(part, _FURTHER))
+                called |= new
+    return found
+
+
+def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
+    """At most some samples, and `TOKENS` positions of text if nothing else is in the batch.
+
+    Text beside images or sounds is left whole: its tokens stand for their parts.
+    """
+    given = batches.inputs(batch)
+    if not batches.is_whole(given):
+        rows = torch.arange(min(samples, batches.size(given)))
+        given = batches.take(given, rows)
+    found = batches.tensors(given)
+    if len(found) > 1 and any(tensor.is_floating_point() for tensor in found):
+        return given
+    texts = {tensor.shape for tensor in found if tensor.ndim == 2 and not tensor.is_floating_point()}
+    if isinstance(given, Mapping) and len(texts) == 1:
+        return {
+            name: value[:, :TOKENS] if isinstance(value, Tensor) and value.shape in texts else value
+            for name, value in given.items()
+        }
+    whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()
+    return given[:, :TOKENS] if whole and isinstance(given, Tensor) else given

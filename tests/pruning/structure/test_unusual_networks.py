@@ -1,0 +1,332 @@
+"""Networks with unusual code: their units are removed, or kept with a reason before any work."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import iobs
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.removable import Asked
+from iobs.pruning.store import Store
+from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structured_plan import planned_units
+
+ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()
+
+
+class Body(nn.Module):
+    """Two hidden layers and two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 10)
+        self.last, self.other = nn.Linear(10, 3), nn.Linear(10, 2)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).relu()
+
+    def forward(self, x):
+        return self.last(self.hidden(x))
+
+
+def plan(model, data=(ROWS,)):
+    asked = Asked(iobs.Structured(0.3), Recipe.preset("one-shot"), None, None, 0.1, 0, None)
+    found = planned_units(Store(model.eval()), list(data), asked)
+    return [(one.name, one.layers, one.count) for one in found.units], found.notes
+
+
+def pruned(model, data=(ROWS,)):
+    return iobs.prune(model.eval(), list(data), iobs.Structured(0.3), "one-shot", solver="magnitude", holdout=0.0)
+
+
+class Constant(Body):
+    def forward(self, x):
+        return self.last(self.hidden(x).unflatten(1, (2, 5)).flatten(1))
+
+
+def test_units_that_code_counts_are_kept_with_a_reason():
+    units, notes = plan(Constant())
+    assert [name for name, _, _ in units] == ["second"]
+    assert len(notes) == 1
+    assert notes[0].startswith("last: all units are kept, since the narrower Constant fails (unflatten")
+
+
+class Computed(Body):
+    def __init__(self):
+        super().__init__()
+        for layer in (self.first, self.second, self.last):
+            weight_norm(layer)
+
+
+def test_computed_weights_are_named_with_the_way_out():
+    model = Computed()
+    with pytest.raises(LayerSelectionError, match=r"first.*\. iobs\.fold\(model, batch\) makes plain weights"):
+        plan(model)
+    iobs.fold(model, ROWS)
+    assert len(plan(model)[0]) == 2
+
+
+class TwoInOne(nn.Module):
+    """A module with two matrices, one of them named `weight`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.back = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(8, 12))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.linear(x, self.weight).relu(), self.back)
+
+
+def test_readers_that_no_solver_takes_are_named():
+    with pytest.raises(LayerSelectionError, match=r"1\.back, which reads them, is not the `weight` of a module"):
+        plan(nn.Sequential(nn.Flatten(), TwoInOne()))
+
+
+class Probed(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden), self.other(hidden.detach()), self.other(hidden.data)
+
+
+def test_layers_that_pass_no_gradient_read_units():
+    assert plan(Probed())[0] == [("second", ("second",), 12), ("other", ("other", "last"), 10)]
+
+
+class Numbers(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden) * hidden.mean().item()
+
+
+class Largest(Body):
+    """A condition, which has no gradient, compares all units with the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.bias.data[0] = 9
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden * (hidden > hidden.amax(1, keepdim=True) / 5))
+
+
+@pytest.mark.parametrize("build", [Numbers, Largest])
+def test_units_that_others_depend_on_are_kept(build):
+    assert [name for name, _, _ in plan(build())[0]] == ["second"]
+
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    features: torch.Tensor
+
+
+class Features(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return Answer(self.last(hidden), hidden)
+
+
+def test_units_in_a_dataclass_are_kept():
+    model = Features()
+    report = pruned(model)
+    assert [(one.name, one.before) for one in report.widths] == [("second", 12)]
+    assert model(ROWS).features.shape == (12, 10)
+
+
+class Opaque(Body):
+    def forward(self, x):
+        return Box(self.last(self.hidden(x)))
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_outputs_that_cannot_be_read_are_refused():
+    with pytest.raises(CalibrationError, match="returned a Box without a tensor in it"):
+        plan(Opaque())
+
+
+class Single(Body):
+    """A layer that takes one vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x[:, :3] + self.last(self.hidden(self.start))
+
+
+def test_layers_of_one_vector_have_units():
+    assert [one.name for one in find_sites(Single().eval(), ROWS)] == ["second", "last"]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h, self.qkv, self.out = 4, nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.h, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_numbers_of_heads_have_any_name():
+    (site,) = find_sites(Attention().eval(), ROWS.view(3, 4, 8))
+    assert (site.kind, site.count, site.attributes[0].name) == ("heads", 4, "h")
+
+
+class Short(Body):
+    """Code that needs the dtype of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.bfloat16()
+        self.second.bfloat16()
+
+    def forward(self, x):
+        return self.last(self.hidden(x.bfloat16()).float())
+
+
+def test_networks_that_need_their_own_dtypes_become_narrower():
+    model = Short()
+    pruned(model)
+    assert model.second.in_features < 12
+    assert model.last.in_features < 10
+
+
+class Drawn(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden) + torch.randn_like(x[:, :3])
+
+
+def test_networks_that_draw_numbers_become_narrower():
+    model = Drawn()
+    pruned(model)
+    assert model.last.in_features < 10
+
+
+class Locked(Body):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_networks_that_cannot_be_copied_are_refused():
+    with pytest.raises(LayerSelectionError, match="a copy of the Locked fails: cannot pickle"):
+        plan(Locked())
+
+
+class Branching(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden)[:, :2] if x.mean() > 0 else self.other(hidden)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_layers_that_other_batches_call_read_units(sign):
+    model, data = Branching(), [sign * (ROWS + 2), sign * (ROWS - 2)]
+    assert {name: len(layers) for name, layers, _ in plan(model, data)[0]} == {
+        "second": 1, ("other" if sign > 0 else "last"): 2
+    }  # fmt: skip
+    pruned(model, data)
+    assert model.last.in_features == model.other.in_features < 10
+    assert [model(batch).shape for batch in data] == [(12, 2), (12, 2)]
+
+
+def test_layers_of_units_that_no_sample_reaches_are_named():
+    _, notes = plan(Branching(), [ROWS + 2])
+    assert notes == (
+        "No calibration sample reaches other. If they read units that are removed, a forward pass that calls them "
+        "fails: give data that reach them.",
+    )
+
+
+class Hidden(Body):
+    """A branch for other batches takes a number of units that is written into the code."""
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden)[:, :2] if x.mean() > 0 else self.other(hidden.view(-1, 10))
+
+
+def test_branches_that_cannot_become_narrower_are_refused():
+    with pytest.raises(ModelError, match="Hidden calls other layers for other batches"):
+        plan(Hidden(), [ROWS + 2, ROWS - 2])
+
+
+class Tables(Body):
+    """Tables by batch size, made from a buffer at the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = self.scale * len(x)
+        return self.last(self.hidden(x)) * self.tables[len(x)]
+
+
+def test_a_trace_leaves_no_tables_of_noise():
+    model = Tables().eval()
+    find_sites(model, ROWS)
+    assert all(torch.equal(table, torch.full((3,), float(size))) for size, table in model.tables.items())
+
+
+class Flat(Body):
+    """Activations with flat parts, with a slope of every unit."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.slope = kind, nn.PReLU(12)
+
+    def hidden(self, x):
+        h = self.slope(self.first(x))
+        zero = torch.zeros(())
+        kinds = {
+            "where": torch.where(h > 0, h, zero), "maximum": torch.maximum(h, zero), "max": torch.max(h, zero),
+            "mask": h * (h > 0), "filled": h.masked_fill(h < 0, 0),
+        }  # fmt: skip
+        return self.second(kinds[self.kind])
+
+
+@pytest.mark.parametrize("kind", ["where", "maximum", "max", "mask", "filled"])
+def test_units_are_found_behind_flat_functions(kind):
+    sites = find_sites(Flat(kind).eval(), -ROWS.abs())
+    assert [(site.name, site.count) for site in sites] == [("second", 12), ("last", 10)]
+    assert "slope" in {one.path for one in sites[0].writers}
+
+
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(8, 12), nn.Linear(12, 3)]
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Unregistered, "has no parameters. Modules in a plain list"),
+        (lambda: nn.Sequential(nn.LazyLinear(12), nn.ReLU(), nn.Linear(12, 3)), "'0.weight' has no shape yet"),
+        (lambda: nn.Sequential(torch.jit.script(Body())), "torch.jit hides the layers of 0: prune the Python modules"),
+    ],
+)
+def test_networks_without_visible_parameters_are_refused(build, message):
+    with pytest.raises((LayerSelectionError, ModelError), match=message):
+        plan(build())
