@@ -19,7 +19,7 @@ from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemEr
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.sensitivity import PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.additions import captured_additions
-from iobs.pruning.calibration.losses import answered, mean_loss
+from iobs.pruning.calibration.losses import answered
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.finetune.scoring import dense_copy
@@ -40,7 +40,7 @@ from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
 from iobs.pruning.whole.part import Parts
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.softened import softened, temperature_of
+from iobs.pruning.widths.softened import damage, softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
 
 
@@ -120,7 +120,7 @@ class _Damage:
 
     @torch.no_grad()
     def __call__(self) -> float:
-        return mean_loss(self.model, self.answers, self.loss)
+        return damage(self.model, self.answers, self.loss)
 
 
 def parts_of(model: nn.Module, collected: Sequence[Batch], asked: Asked) -> Parts:

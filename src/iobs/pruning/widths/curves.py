@@ -18,7 +18,7 @@ from torch import nn
 from iobs.pruning.allocation.measurements import fit_and_evaluation
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.losses import answered, mean_loss
+from iobs.pruning.calibration.losses import answered
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LossFunction
@@ -28,7 +28,7 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.widths.readers import Part, ReaderProblem, Solved, joint_quadratic
-from iobs.pruning.widths.softened import softened, temperature_of
+from iobs.pruning.widths.softened import damage, softened, temperature_of
 from iobs.solvers.grouped.removal import RemovalPath, removal_path
 from iobs.solvers.grouped.system import GroupSystem
 
@@ -170,7 +170,7 @@ class Curves:
         parts = [part.reader for name in widths for part in self._paths[name].parts]
         solved = {one.layer: one.on(self.sites.mask(one.layer, removed)) for one in parts}
         with self._written(solved):
-            return mean_loss(self.model, self._answered, self._loss)
+            return damage(self.model, self._answered, self._loss)
 
     def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
         """The readers of a site, after the removal of units of other sites."""
