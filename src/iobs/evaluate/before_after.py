@@ -134,8 +134,8 @@ def as_png(image: Tensor) -> str:
     values = image.detach().float().cpu()
     low, high = values.min(), values.max()
     pixels = ((values - low) / (high - low).clamp_min(1e-12) * 255).byte().permute(1, 2, 0).numpy()
-    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    image.thumbnail((_SIDE, _SIDE))
+    shown = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    shown.thumbnail((_SIDE, _SIDE))
     buffer = io.BytesIO()
-    image.save(buffer, "png")
+    shown.save(buffer, "png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -120,7 +120,7 @@ def _gap(before: Tensor, after: Tensor) -> float:
 
 def rounding(model: nn.Module) -> float:
     """The difference of outputs, relative to the largest, that the shortest floats of a model explain."""
-    return min(_LARGEST_GAP, 50 * _precision(model) ** 0.75)
+    return min(_LARGEST_GAP, 50 * float(_precision(model) ** 0.75))
 
 
 def _precision(model: nn.Module) -> float:
