@@ -34,6 +34,7 @@ from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import Site, traced_sites
+from iobs.pruning.structure.traced_batches import shortened
 from iobs.pruning.structure.verification import verify
 from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.widths.clock import Example, called_in
@@ -149,7 +150,7 @@ def measure(library: str, kind: str, name: str) -> Row:
     """One row: units found, the share of weights removed, and the differences of the outputs."""
     model, batch = timm_network(name) if library == "timm" else hugging_face(kind, name)
     with measured() as work:
-        checked = verify(model, batch, traced_sites(model, batch))
+        checked = verify(model, [shortened(batch)], traced_sites(model, batch))
         sites = checked.sites
         widths = widths_of(model, sites)
     kept = chosen(sites, widths)

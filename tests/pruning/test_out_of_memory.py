@@ -138,7 +138,7 @@ def site_is_verified(monkeypatch):
     model, batch = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), torch.randn(2, 4)
     sites = find_sites(model, batch)
     monkeypatch.setattr(verification, "remove", Full())
-    verification.verify(model, batch, sites)
+    verification.verify(model, [batch], sites)
 
 
 def model_is_observed(monkeypatch):

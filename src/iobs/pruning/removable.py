@@ -294,11 +294,11 @@ def _reached(
             "that no calibration sample reaches."
         )
         found = replace(found, sites=tuple(site for site in found.sites if site.name not in tied))
-    if not found.sites and not tied:
-        raise LayerSelectionError("No calibration sample reaches a layer that holds units; give data that reach them.")
-    if not found.sites:
+    if not found.sites and beside:
         raise LayerSelectionError(
             f"No calibration sample reaches {unfed[0]}, and the configuration has one number for it and for the layers "
             "that samples reach. Give data that reach it; uniform=False narrows the others alone, to be exported."
         )
+    if not found.sites:
+        raise LayerSelectionError("No calibration sample reaches a layer that holds units; give data that reach them.")
     return found
