@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
-from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import Site, traced_sites
 from iobs.pruning.structure.traced_batches import shortened
 from iobs.pruning.structure.verification import verify
@@ -124,10 +124,7 @@ def zeroed(model: nn.Module, sites: Sequence[Site], kept: Mapping[str, Sequence[
     """A copy whose readers have zero columns for the units that go."""
     model = copy.deepcopy(model)
     for site in sites:
-        gone = set(range(site.count)) - set(kept.get(site.name, range(site.count)))
-        for reader in site.readers:
-            positions = torch.tensor(reader.weight.of(gone), dtype=torch.int64)
-            reader.weight.stored(model).data.index_fill_(reader.weight.axis, positions, 0)
+        zero_columns(model, site, kept.get(site.name, range(site.count)))
     return model
 
 

@@ -1,5 +1,7 @@
 """Exceptions and warnings of iobs. Each message names the fault and its remedy."""
 
+from collections.abc import Sequence
+
 
 class IOBSError(Exception):
     """Base class of all errors that iobs raises."""
@@ -72,6 +74,11 @@ class CoverageWarning(UserWarning):
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """First line of an exception's message; `otherwise`, or else the type's name, if the message is empty."""
     return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names between commas, at most `most`, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def is_a(kind: type, *values: object) -> bool:

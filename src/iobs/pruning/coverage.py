@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from iobs.errors import listed
+
 Kind: TypeAlias = Literal[
     "embedding",
     "output head",
@@ -144,8 +146,7 @@ class Coverage:
     def names(self, kind: Kind) -> str:
         """The largest dense weights of a kind, named, and the number of the others."""
         found = sorted((one for one in self.dense if one.kind == kind and one.entries), key=lambda one: -one.entries)
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        return ", ".join(one.name for one in found[:_NAMED]) + more
+        return listed([one.name for one in found], _NAMED)
 
     def warning(self) -> str | None:
         """A sentence if much of the model stays dense for a reason that can surprise, otherwise None."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from iobs.core.structured import Structured
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError, listed
 from iobs.pruning.calibration.reach import reached
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import Layer, find_layers, joined
@@ -39,7 +39,6 @@ from iobs.pruning.widths.clock import require_runtime
 from iobs.pruning.widths.costs import Products
 
 Names = str | Sequence[str] | None
-_LISTED = 5  # names in a sentence
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def _sites(model: nn.Module, given: Sequence[Batch], asked: Asked, callbacks: Ca
     unsolved = {site.name: key for site in checked.sites if (key := _unsolved(site, layers)) is not None}
     every = [site for site in checked.sites if site.name not in unsolved]
     reasons = {name: f"{key}, which reads them, is not the `weight` of a module" for name, key in unsolved.items()}
-    _note_kept(model, checked.refused | reasons, every, callbacks)
+    _note_kept(model, every_layer, checked.refused | reasons, every, callbacks)
     chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
     chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
     found = tuple(site for site in every if all(layers[one.path] in chosen for one in site.readers))
@@ -176,7 +175,9 @@ def _unsolved(site: Site, layers: Collection[str]) -> str | None:
     return keys[0] if keys else None
 
 
-def _note_kept(model: nn.Module, reasons: Mapping[str, str], left: Sequence[Site], callbacks: Callbacks) -> None:
+def _note_kept(
+    model: nn.Module, layers: list[Layer], reasons: Mapping[str, str], left: Sequence[Site], callbacks: Callbacks
+) -> None:
     """Say which units are kept although they were found, and why.
 
     Raises:
@@ -185,26 +186,22 @@ def _note_kept(model: nn.Module, reasons: Mapping[str, str], left: Sequence[Site
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    notes = [f"{_listed(one)}: all units are kept, since {reason}." for reason, one in names.items()]
-    computed = [name for name, one in other_weights(model, find_layers(model)).items() if one.kind == "transformed"]
+    notes = [f"{listed(one)}: all units are kept, since {reason}." for reason, one in names.items()]
+    computed = [name for name, one in other_weights(model, layers).items() if one.kind == "transformed"]
     if computed:
         notes.append(
-            f"Layers that compute their weight in every forward pass neither lose nor read units: {_listed(computed)}. "
+            f"Layers that compute their weight in every forward pass neither lose nor read units: {listed(computed)}. "
             "iobs.fold(model, batch) makes plain weights of them."
         )
     scripted = [path for path, one in model.named_children() if isinstance(one, torch.jit.ScriptModule)]
     if isinstance(model, torch.jit.ScriptModule) or scripted:
-        names_of = _listed(scripted) or type(model).__name__
+        names_of = listed(scripted) or type(model).__name__
         notes.append(f"torch.jit hides the layers of {names_of}: prune the Python modules, and script them afterwards.")
     if not left:
         nothing = "No channels, neurons or heads were found that can be removed from this model."
         raise LayerSelectionError(" ".join([nothing, *notes]))
     for note in notes:
         callbacks.on_note(note)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 def _named(found: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:
@@ -266,7 +263,7 @@ def _note_uncalled(model: nn.Module, sites: SitesOfLayers, data: Sequence[Batch]
     }
     if uncalled := sorted(layer.name for layer in alike - reached(model, alike, data)):
         callbacks.on_note(
-            f"No calibration sample reaches {_listed(uncalled)}. If they read units that are removed, a forward pass "
+            f"No calibration sample reaches {listed(uncalled)}. If they read units that are removed, a forward pass "
             "that calls them fails: give data that reach them."
         )
 

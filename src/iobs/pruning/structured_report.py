@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from iobs.errors import listed
 from iobs.pruning.report import JsonObject, Report
 
 SECONDS = "seconds"  # name of the cost that is a measured time
-_LISTED = 5  # names in a sentence
 FASTER = 0.98  # a network with a larger share of the dense time is not called faster
 
 
@@ -111,7 +111,7 @@ class StructuredReport(Report):
         if not self.refitted:
             return []
         count, rest = len(self.refitted), len(self.layers) - len(self.refitted)
-        shown = ", ".join(self.refitted[:_LISTED]) + (f" and {count - _LISTED} more" if count > _LISTED else "")
+        shown = listed(self.refitted)
         if not rest:  # whole blocks or experts
             return [f"Refitted layers: {count} ({shown})."]
         return [f"Layers that lost inputs with their units: {rest}; refitted alone: {count} ({shown})."]

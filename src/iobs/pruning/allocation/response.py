@@ -20,7 +20,7 @@ from iobs.pruning.allocation.counts import Curve
 from iobs.pruning.network.layers import Layer
 
 _RESOLUTION = 1e-6  # smallest measurable damage, relative to the greatest; below it is rounding
-_DAMAGE_LIMIT = 100.0  # upper limit of a damage, in nats or in energies of the output
+DAMAGE_LIMIT = 100.0  # upper limit of a damage, in nats or in energies of the output
 # Limits of d log effect / d log damage. At 1 the damage is proportional to the effect, as for small errors.
 _SLOPES = (0.2, 1.0)
 
@@ -121,7 +121,7 @@ def common_response(trials: Sequence[Sequence[Trial]]) -> Response:
     Args:
         trials: of each layer.
     """
-    damages = [min(trial.damage, _DAMAGE_LIMIT) for own in trials for trial in own if math.isfinite(trial.damage)]
+    damages = [min(trial.damage, DAMAGE_LIMIT) for own in trials for trial in own if math.isfinite(trial.damage)]
     greatest = max([1e-30, *damages])
     straight = Response(_RESOLUTION * greatest, greatest)
     span = -math.log(_RESOLUTION)

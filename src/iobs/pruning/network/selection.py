@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import (
     Layer,
@@ -154,9 +154,7 @@ def select(
 
 def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reason]) -> str:
     """The error if no layer is selected: the weights that are there, and what to do."""
-    listed = [f"{name} ({reason})" for name, reason in skipped.items()]
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    there = ", ".join(listed[:_LISTED]) + more
+    there = listed([f"{name} ({reason})" for name, reason in skipped.items()], _LISTED)
     if found:
         return (
             f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped: {there}. "
@@ -168,7 +166,7 @@ def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reaso
         if entries:
             kinds[type(module).__name__] += entries
     modules = ", ".join(f"{kind} ({entries:,} entries)" for kind, entries in kinds.most_common(_LISTED))
-    weights = f"Its weights are {there}. " if listed else ""
+    weights = f"Its weights are {there}. " if there else ""
     return (
         f"Nothing is left to prune: the model has 0 weight matrices of supported layers ({_SUPPORTED}). "
         f"Its modules with parameters are: {modules or 'none'}. {weights}"

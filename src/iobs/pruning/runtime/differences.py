@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
+from iobs.errors import listed
+
 DIGEST = "sha256 "
 _SHOWN = 4  # differences in one message
 _Path = tuple[str, ...]
@@ -62,16 +64,12 @@ def _values(path: _Path, old: object, new: object) -> str:
     if isinstance(old, list) and isinstance(new, list) and all(isinstance(one, str) for one in [*old, *new]):
         gone, added = [one for one in old if one not in new], [one for one in new if one not in old]
         if gone or added:
-            parts = [f"without {_some(gone)}"] * bool(gone) + [f"with {_some(added)}"] * bool(added)
+            parts = [f"without {listed(gone, 2)}"] * bool(gone) + [f"with {listed(added, 2)}"] * bool(added)
             return f"{name} are {len(new)} instead of {len(old)}: now {' and '.join(parts)}"
     before, after = _shown(old), _shown(new)
     if before == after:  # a function with other code, or an object with other contents
         return f"{name} is {after} with other contents"
     return f"{name} was {before} and is {after}"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _shown(value: object) -> str:

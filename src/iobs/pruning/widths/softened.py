@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from iobs.pruning.allocation.response import DAMAGE_LIMIT
 from iobs.pruning.calibration.losses import divergence, mean_loss
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.samples import batches
@@ -20,13 +21,12 @@ from iobs.pruning.samples.subsets import Samples
 
 _ENTROPY = 1.0  # nats that softened outputs have on average, or half of the most if there are few classes
 _TEMPERATURES = (1.0, 2.0, 4.0, 8.0)
-_WORST = 100.0  # the greatest damage, in nats or in energies of the output; also of outputs that are NaN or infinite
 
 
 def damage(model: nn.Module, answered: Samples, loss: LossFunction) -> float:
-    """The mean of a softened divergence from the dense outputs, or the greatest damage if it is NaN or larger."""
+    """The mean of a softened divergence from the dense outputs, or the upper limit if it is NaN or larger."""
     found = mean_loss(model, answered, loss)
-    return _WORST if math.isnan(found) else min(found, _WORST)
+    return DAMAGE_LIMIT if math.isnan(found) else min(found, DAMAGE_LIMIT)
 
 
 def softened(temperature: float) -> LossFunction:
