@@ -40,12 +40,16 @@ check: setup
 	$(BIN)/python -m pytest -q -n $(THREADS) tests/test_floors.py tests/test_words.py tests/core tests/pruning/recipe \
 		tests/pruning/test_rules.py tests/pruning/test_uses.py tests/solvers/test_against_references.py tests/optimize/test_reductions.py
 
+# `make test MINUTES=20` starts no test after 20 minutes, and counts those that it left out as skipped.
+MINUTES ?=
+WITHIN = $(if $(MINUTES),--minutes $(MINUTES))
+
 test: setup
-	$(BIN)/python -m pytest -q -n $(THREADS)
+	$(BIN)/python -m pytest -q -n $(THREADS) $(WITHIN)
 
 # The tests that need timm and torchvision, which `make test` skips.
 test-vision: .venv-vision/.setup
-	.venv-vision/bin/python -m pytest -q -n $(THREADS) -k 'timm or vision' tests/models tests/pruning tests/data tests/paper
+	.venv-vision/bin/python -m pytest -q -n $(THREADS) $(WITHIN) -k 'timm or vision' tests/models tests/pruning tests/data tests/paper
 
 test-all: setup
 	$(BIN)/python -m pytest -q -m 'slow or not slow'

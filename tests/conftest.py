@@ -1,4 +1,6 @@
+import hashlib
 import os
+import time
 from pathlib import Path
 
 # Compiled kernels are kept between runs and shared by parallel workers; numba reads the variable when it is imported.
@@ -11,6 +13,30 @@ import torch
 
 # One thread for each test process: the tests are small, and parallel processes would compete for the cores.
 torch.set_num_threads(1)
+
+_STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser):
+    help_text = "start no test after this many minutes of tests; those left are skipped and counted (default: no limit)"
+    parser.addoption("--minutes", type=float, default=None, help=help_text)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mix the files under a limit of time, so that what is left out is a part of every room and not the last rooms."""
+    if config.getoption("--minutes") is not None:
+        items.sort(key=lambda item: hashlib.sha256(item.path.name.encode()).digest())
+
+
+def pytest_collection_finish(session):
+    session.config.stash[_STARTED] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - item.config.stash[_STARTED] > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes of this run are over")
 
 
 @pytest.fixture(autouse=True)
