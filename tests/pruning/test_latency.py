@@ -87,6 +87,35 @@ def test_blocks_of_equal_shape_are_timed_once(stack):
     assert counted == [3, 3, 1]  # widths of two kinds of blocks, and the network
 
 
+def test_blocks_that_differ_by_a_stride_alone_have_times_of_their_own():
+    class Block(nn.Module):
+        def __init__(self, stride):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 8, 3, stride, 1), nn.Conv2d(8, 4, 3, 3 - stride, 1)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    blocks = nn.ModuleList([Block(1), Block(2)])
+    given, site = torch.randn(1, 4, 8, 8), {}
+    for place, block in enumerate(blocks):
+        (found,) = find_sites(block.eval(), given)
+        (site[place],) = measure(block, given, {found: (4, 8)}, "torch", work).times.values()
+
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x):
+            return sum(block(x) for block in self.blocks)
+
+    model = Beside().eval()
+    latency = measure(model, given, dict.fromkeys(find_sites(model, given), (4, 8)), "torch", work)
+    assert [one.seconds for one in latency.times.values()] == [site[0].seconds, site[1].seconds]
+    assert site[0].seconds != site[1].seconds
+
+
 def test_branches_of_a_concatenation_have_times_of_their_own():
     class Joined(nn.Module):
         def __init__(self):
@@ -225,14 +254,14 @@ class OnSecondGpu(nn.Module):
     """Its parameters report the second GPU."""
 
     def parameters(self, recurse=True):
-        yield SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+        yield SimpleNamespace(device=torch.device("cuda", 1))
 
     def forward(self):
         return torch.ones(())
 
 
-def test_a_call_ends_when_the_gpu_of_its_module_has_ended(monkeypatch):
+def test_a_call_ends_when_the_accelerator_of_its_module_has_ended(monkeypatch):
     waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: waited.append(device))
     called_in("torch", Example(OnSecondGpu(), (), {}))()
     assert waited == [torch.device("cuda", 1)]

@@ -274,8 +274,8 @@ def _timed(model: nn.Module, batch: Batch) -> float:
     device = next(model.parameters()).device
     began = time.perf_counter()
     batches.forward(model, batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - began
 
 

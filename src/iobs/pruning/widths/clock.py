@@ -93,13 +93,13 @@ def called_in(runtime: Runtime, example: Example) -> TimedCall:
 
 
 def _in_torch(example: Example) -> TimedCall:
-    gpu = next((value.device for value in example.module.parameters() if value.is_cuda), None)
+    accelerator = next((value.device for value in example.module.parameters() if value.device.type != "cpu"), None)
 
     def call() -> None:
         with torch.no_grad():
             example.module(*example.arguments, **example.named)
-            if gpu is not None:
-                torch.cuda.synchronize(gpu)
+            if accelerator is not None:
+                torch.accelerator.synchronize(accelerator)  # a call only starts the work there
 
     return call
 
@@ -203,7 +203,8 @@ def interleaved(calls: Sequence[TimedCall]) -> list[float]:
 
     With one thread these are seconds of that thread, which other programs do not change; otherwise wall seconds.
     """
-    now = time.thread_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
+    alone = torch.get_num_threads() == 1 and not torch.accelerator.is_available()
+    now = time.thread_time if alone else time.perf_counter
     repeats, rounds = [], []
     for call in calls:
         call()  # the first call prepares kernels

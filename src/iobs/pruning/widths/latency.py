@@ -171,14 +171,17 @@ def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Ex
 
 
 def _signature(site: Site, example: Example) -> object:
-    """Shapes that the time of a block depends on: blocks with equal signatures are timed once."""
+    """What the time of a block depends on: blocks with equal signatures are timed once.
+
+    Shapes are not all of it: a stride or a dilation changes the time and no shape of a parameter.
+    """
     shapes = tuple((name, tuple(value.shape)) for name, value in example.module.state_dict().items())
     inputs = tuple(
         tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
     )
     inner = site.inside()
     parts = tuple((one.key, one.axis, tuple(map(len, one.index))) for one in inner.slices)
-    return type(example.module), shapes, inputs, parts
+    return repr(example.module), shapes, inputs, parts
 
 
 def _narrower(example: Example, site: Site, width: int) -> Example:
