@@ -263,7 +263,7 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for reason in (*row["refused"].values(), *row["failed"]):
             text = re.sub(r"of \S+Config\b", "of the configuration", reason.split(" (")[0])
-            text = re.sub(r"the narrower \S+ fails:.*", "a layer fails when its units are removed", text)
+            text = re.sub(r"(the narrower|a copy of the) \S+ fails.*", "a layer fails when its units are removed", text)
             reasons.setdefault(text, []).append(row["network"])
     if not reasons:
         return []

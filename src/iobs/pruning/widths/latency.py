@@ -171,7 +171,7 @@ def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Ex
 
 
 def _signature(site: Site, example: Example) -> object:
-    """What the time of a block depends on: blocks with equal signatures are timed once.
+    """Properties that the time of a block depends on: blocks with equal signatures are timed once.
 
     Shapes are not all of it: a stride or a dilation changes the time and no shape of a parameter.
     """
