@@ -193,6 +193,12 @@ def _note_kept(
             f"Layers that compute their weight in every forward pass neither lose nor read units: {listed(computed)}. "
             "iobs.fold(model, batch) makes plain weights of them."
         )
+    fixed = [path or "the model" for path, one in model.named_modules() if isinstance(one, nn.MultiheadAttention)]
+    if fixed:
+        notes.append(
+            f"nn.MultiheadAttention keeps its heads, since they share its embed_dim: {listed(fixed)}. Attention made "
+            "of Linear layers loses heads."
+        )
     scripted = [path for path, one in model.named_children() if isinstance(one, torch.jit.ScriptModule)]
     if isinstance(model, torch.jit.ScriptModule) or scripted:
         names_of = listed(scripted) or type(model).__name__

@@ -14,6 +14,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.traced_batches import traced_batches
 from iobs.pruning.structured_plan import planned_units
 
 ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()
@@ -330,3 +331,27 @@ class Unregistered(nn.Module):
 def test_networks_without_visible_parameters_are_refused(build, message):
     with pytest.raises((LayerSelectionError, ModelError), match=message):
         plan(build())
+
+
+class OfTorch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.body = nn.MultiheadAttention(8, 2, batch_first=True), Body()
+        del self.body.other  # no batch calls it
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+
+
+def test_attention_of_torch_keeps_its_heads_with_a_note():
+    units, notes = plan(OfTorch())
+    assert [name for name, _, _ in units] == ["body.second", "body.last"]
+    assert [note.split(",")[0] for note in notes] == ["nn.MultiheadAttention keeps its heads"]
+
+
+def test_data_are_not_searched_for_layers_that_modules_of_torch_read_themselves():
+    model = OfTorch().eval()
+    assert len(traced_batches(model, [ROWS] * 9)) == 1
+    assert model.calls == 1

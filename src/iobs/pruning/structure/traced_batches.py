@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.network.calls import before_calls
+from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -30,8 +31,7 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     Raises:
         CalibrationError: the model returns no tensor.
     """
-    own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
-    paths = [path for path, module in own if [*module.parameters(recurse=False)]]
+    paths = _callable(model)
     called: set[str] = set()
 
     def passed(batch: Batch) -> set[str]:
@@ -51,6 +51,14 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
                 found.append(shortened(part, _FURTHER))
                 called |= new
     return found
+
+
+def _callable(model: nn.Module) -> list[str]:
+    """Names of the modules with parameters that a forward pass may call as modules."""
+    own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
+    # Attention of torch multiplies by the weight of its last layer itself.
+    unseen = tuple(joined(path, "") for path, one in own if isinstance(one, nn.MultiheadAttention))
+    return [path for path, one in own if [*one.parameters(recurse=False)] and not path.startswith(unseen)]
 
 
 def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
