@@ -159,7 +159,7 @@ def _sites(model: nn.Module, given: Sequence[Batch], asked: Asked, callbacks: Ca
     checked = checked_sites(model, given, asked.pattern.units == "auto")
     unsolved = {site.name: key for site in checked.sites if (key := _unsolved(site, layers)) is not None}
     every = [site for site in checked.sites if site.name not in unsolved]
-    reasons = {name: f"{key}, which reads them, is not the `weight` of a module" for name, key in unsolved.items()}
+    reasons = {name: f"{key}, which reads them, is no weight that a solver takes" for name, key in unsolved.items()}
     _note_kept(model, every_layer, checked.refused | reasons, every, callbacks)
     chosen = set(every_layer) if asked.include is None else _named(every_layer, asked.include, "include")
     chosen -= set() if asked.ignore is None else _named(every_layer, asked.ignore, "ignore")
@@ -199,7 +199,8 @@ def _note_kept(
             f"nn.MultiheadAttention keeps its heads, since they share its embed_dim: {listed(fixed)}. Attention made "
             "of Linear layers loses heads."
         )
-    scripted = [path for path, one in model.named_children() if isinstance(one, torch.jit.ScriptModule)]
+    every = [path for path, one in model.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+    scripted = [path for path in every if path and path.rpartition(".")[0] not in every]
     if isinstance(model, torch.jit.ScriptModule) or scripted:
         names_of = listed(scripted) or type(model).__name__
         notes.append(f"torch.jit hides the layers of {names_of}: prune the Python modules, and script them afterwards.")

@@ -14,7 +14,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
-from iobs.pruning.structure.traced_batches import traced_batches
+from iobs.pruning.structure.traced_batches import shortened, traced_batches
 from iobs.pruning.structured_plan import planned_units
 
 ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()
@@ -84,7 +84,7 @@ class TwoInOne(nn.Module):
 
 
 def test_readers_that_no_solver_takes_are_named():
-    with pytest.raises(LayerSelectionError, match=r"1\.back, which reads them, is not the `weight` of a module"):
+    with pytest.raises(LayerSelectionError, match=r"1\.back, which reads them, is no weight that a solver takes"):
         plan(nn.Sequential(nn.Flatten(), TwoInOne()))
 
 
@@ -237,9 +237,7 @@ class Branching(Body):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_layers_that_other_batches_call_read_units(sign):
     model, data = Branching(), [sign * (ROWS + 2), sign * (ROWS - 2)]
-    assert {name: len(layers) for name, layers, _ in plan(model, data)[0]} == {
-        "second": 1, ("other" if sign > 0 else "last"): 2
-    }  # fmt: skip
+    assert {name: len(layers) for name, layers, _ in plan(model, data)[0]} == {"second": 1, "last": 2}
     pruned(model, data)
     assert model.last.in_features == model.other.in_features < 10
     assert [model(batch).shape for batch in data] == [(12, 2), (12, 2)]
@@ -355,3 +353,82 @@ def test_data_are_not_searched_for_layers_that_modules_of_torch_read_themselves(
     model = OfTorch().eval()
     assert len(traced_batches(model, [ROWS] * 9)) == 1
     assert model.calls == 1
+
+
+class Rounded(Body):
+    """Activations on a grid, with the gradients of the values before rounding."""
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden + ((4 * hidden).round() / 4 - hidden).detach())
+
+
+class Gated(Body):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 10))
+
+    def hidden(self, x):
+        return super().hidden(x) * self.gate.clamp(0, 1)
+
+
+@pytest.mark.parametrize("kind", [Rounded, Gated])
+def test_units_are_found_behind_rounding_and_clamped_scales(kind):
+    units, _ = plan(kind())
+    assert [(name, count) for name, _, count in units] == [("second", 12), ("last", 10)]
+
+
+class Banned(Body):
+    """Some outputs are not allowed."""
+
+    def forward(self, x):
+        return self.last(self.hidden(x)).masked_fill(torch.tensor([False, True, False]), -torch.inf)
+
+
+def test_equal_infinite_outputs_are_no_difference():
+    assert [name for name, _, _ in plan(Banned())[0]] == ["second", "last"]
+
+
+class Counting(Body):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(10))
+        self.seen = []
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        self.steps += 1
+        self.average.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        self.seen.append(hidden)
+        return self.last(hidden)
+
+
+def test_finding_units_changes_no_counters_and_leaves_no_noise_in_lists():
+    model = Counting()
+    plan(model)
+    assert (int(model.steps), bool(model.average.any())) == (0, False)
+    assert not any(one.requires_grad for one in model.seen)
+
+
+class Rare(Body):
+    """The second way needs one large entry, which a later sample has."""
+
+    def forward(self, x):
+        return (self.other if bool((x > 5).any()) else self.last)(self.hidden(x))
+
+
+def test_a_shorter_batch_still_calls_the_layers_of_the_whole_one():
+    rows = ROWS.repeat(4, 1)
+    rows[40, 3] = 9.0
+    units, notes = plan(Rare(), [ROWS, rows])
+    assert [(name, layers) for name, layers, _ in units] == [("second", ("second",)), ("other", ("other", "last"))]
+    assert not notes
+
+
+def test_text_that_is_padded_on_the_left_keeps_its_end():
+    ids = torch.arange(40).view(2, 20)
+    mask = (torch.arange(20) >= torch.tensor([[10], [12]])).long()
+    short = shortened({"input_ids": ids, "attention_mask": mask})
+    assert torch.equal(short["input_ids"], ids[:, -8:])
+    assert torch.equal(shortened({"input_ids": ids, "attention_mask": mask.flip(1)})["input_ids"], ids[:, :8])

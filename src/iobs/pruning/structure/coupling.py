@@ -8,7 +8,7 @@ region of the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,20 +34,45 @@ class Columns:
     labels: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class _Leaf:
+    """The noise of one call of a source.
+
+    Args:
+        name: of the source.
+        source: a layer, or a parameter between layers.
+        call: number of the call.
+        tensor: the noise, a leaf of the graph.
+    """
+
+    name: str
+    source: Source
+    call: int
+    tensor: Tensor
+
+
 class Dependencies:
     """Gradients of columns with respect to the sources of a trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.leaves = [(name, leaf) for name, source in trace.sources.items() for leaf in source.leaves]
+        self.leaves = [
+            _Leaf(name, source, call, leaf)
+            for name, source in trace.sources.items()
+            for call, leaf in enumerate(source.leaves)
+        ]
+        self.places = {name: place for place, name in enumerate(trace.sources)}
         self.random = torch.Generator().manual_seed(1)
 
-    def touched(self, inputs: list[Tensor], weights: list[Tensor]) -> dict[str, Tensor]:
+    def touched(
+        self, inputs: list[Tensor], weights: list[Tensor], region: Sequence[_Leaf] | None = None
+    ) -> dict[str, Tensor]:
         """Entries of sources that a sum of tensors depends on, bool, in the form of `Columns.labels`.
 
         Args:
             inputs: tensors in the graph.
             weights: of the entries of each tensor, in a shape that broadcasts; noise replaces the ones.
+            region: the leaves that the tensors may depend on; all leaves without it.
 
         Raises:
             ModelError: a backward pass of the model's own fails.
@@ -56,34 +81,37 @@ class Dependencies:
             torch.randn(one.shape, generator=self.random).to(one.device, one.dtype).mul_(weight)
             for one, weight in zip(inputs, weights, strict=True)
         ]
-        leaves = [leaf for _, leaf in self.leaves]
-        if not leaves:
-            return {}
-        reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
-        with refused(reason):
-            grads = torch.autograd.grad(inputs, leaves, noise, retain_graph=True, allow_unused=True)
         found: dict[str, Tensor] = {}
-        counters: dict[str, int] = {}
-        for (name, _), grad in zip(self.leaves, grads, strict=True):
-            call = counters[name] = counters.get(name, -1) + 1
-            if grad is not None:
-                mask = _by_channel(self.trace.sources[name], call, grad != 0)
-                found[name] = found[name] | mask if name in found else mask
+        for leaf, grad in self._gradients(inputs, noise, self.leaves if region is None else region):
+            mask = _by_channel(leaf.source, leaf.call, grad != 0)
+            found[leaf.name] = found[leaf.name] | mask if leaf.name in found else mask
         return found
+
+    def _gradients(
+        self, inputs: list[Tensor], noise: list[Tensor], leaves: Sequence[_Leaf]
+    ) -> list[tuple[_Leaf, Tensor]]:
+        """The leaves that some tensors depend on, with gradients of the products of the tensors and noise."""
+        if not leaves:
+            return []
+        reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
+        tensors = [one.tensor for one in leaves]
+        with refused(reason):
+            grads = torch.autograd.grad(inputs, tensors, noise, retain_graph=True, allow_unused=True)
+        return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
 
     def of_outputs(self) -> dict[str, Tensor]:
         """Entries that the model's outputs depend on, without a layer between."""
         outputs = self.trace.outputs
         return self.touched(outputs, [torch.ones((), device=one.device) for one in outputs]) if outputs else {}
 
-    def of_columns(self, read: Read, columns: Tensor) -> dict[str, Tensor]:
-        """Entries that some columns of a layer depend on; `columns` is bool (columns,)."""
+    def of_columns(self, read: Read, columns: Tensor, region: Sequence[_Leaf] | None = None) -> dict[str, Tensor]:
+        """Entries that some columns of a layer depend on; `columns` is bool (columns,), `region` as in `touched`."""
         weights = []
         for given, channel in zip(read.inputs, read.channels, strict=True):
             shape = [1] * given.ndim
             shape[channel] = -1
             weights.append(columns.to(given.device, given.dtype).view(shape))
-        return self.touched(read.inputs, weights)
+        return self.touched(read.inputs, weights, region)
 
     def units(self, read: Read) -> Columns:
         """The smallest units of a layer's columns that do not share a row.
@@ -92,21 +120,23 @@ class Dependencies:
         such as the only key and value head of multi-query attention.
         """
         count = read.columns
+        ones = [torch.ones_like(given) for given in read.inputs]
+        region = [leaf for leaf, _ in self._gradients(read.inputs, ones, self.leaves)]
         for size in (size for size in range(1, count // 2 + 1) if count % size == 0):
-            labels = self._labels(read, torch.arange(count) // size)
+            labels = self._labels(read, torch.arange(count) // size, region)
             if labels is not None:
                 return Columns(size, labels)
-        everything = self.of_columns(read, torch.ones(count, dtype=torch.bool))
+        everything = self.of_columns(read, torch.ones(count, dtype=torch.bool), region)
         return Columns(0, {name: torch.where(mask, SHARED, UNTOUCHED) for name, mask in everything.items()})
 
-    def _labels(self, read: Read, units: Tensor) -> dict[str, Tensor] | None:
+    def _labels(self, read: Read, units: Tensor, region: Sequence[_Leaf]) -> dict[str, Tensor] | None:
         """The unit of every entry, or None if a row of a layer belongs to several units."""
-        first, last = (self.of_columns(read, units == unit) for unit in (0, int(units[-1])))
+        first, last = (self.of_columns(read, units == unit, region) for unit in (0, int(units[-1])))
         shared = {name: first[name] & last[name] for name in first.keys() & last.keys()}
         labels: dict[str, Tensor] = {}
         for bit in range(max(1, int(units[-1]).bit_length())):
-            zero, one = (self.of_columns(read, (units >> bit) & 1 == value) for value in (0, 1))
-            for name in (name for name in self.trace.sources if name in zero or name in one):
+            zero, one = (self.of_columns(read, (units >> bit) & 1 == value, region) for value in (0, 1))
+            for name in sorted({*zero, *one}, key=self.places.__getitem__):
                 none = torch.zeros_like(zero.get(name, one.get(name)))  # type: ignore[arg-type]
                 low, high = zero.get(name, none), one.get(name, none)
                 both = low & high

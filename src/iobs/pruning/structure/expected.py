@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
-from iobs.pruning.network.modes import evaluating, seeded
+from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits
@@ -34,7 +35,7 @@ def outputs_of(model: nn.Module, batch: Batch, single: bool = False) -> Tensor:
     if single and _precision(model) > torch.finfo(torch.float32).eps:
         model = copy.deepcopy(model).float()
         batch = batches.mapped(batch, lambda value: value.float() if value.is_floating_point() else value)
-    with evaluating(model), seeded(model, 0):  # models that draw numbers draw the same ones
+    with evaluating(model), keeping_buffers(model), seeded(model, 0):  # models that draw numbers draw the same ones
         return logits(batches.forward(model, batch))
 
 
@@ -113,9 +114,25 @@ def _gap(before: Tensor, after: Tensor) -> float:
     if before.shape != after.shape:
         return float("inf")
     pairs = zip(*(torch.split(values.flatten(), _PIECE) for values in (before, after)), strict=True)
-    found = [((old.double() - new.double()).abs().max(), old.double().abs().max()) for old, new in pairs]
-    differences, sizes = (torch.stack(values).max() for values in zip(*found, strict=True))  # NaN stays NaN
-    return float(differences) / max(float(sizes), 1e-30)
+    found = [largest_gap(old.double(), new.double()) for old, new in pairs]
+    return largest(gap for gap, _ in found) / max(largest(size for _, size in found), 1e-30)
+
+
+def largest_gap(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Largest difference of two tensors of one shape, NaN included, and the largest finite size of the first.
+
+    Equal infinities, such as the logits of tokens that are not allowed, are no difference.
+    """
+    if not before.numel():
+        return 0.0, 0.0
+    gaps = (before - after).abs().masked_fill(before == after, 0)
+    return float(gaps.max()), float(before.abs().masked_fill(before.isinf(), 0).max())
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value; NaN if one is."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def rounding(model: nn.Module) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from iobs.pruning.network.calls import Argument
 
+_FACTOR = 0.7310586  # of added gradients: no simple one, so that they do not cancel those of the function itself
 _Functions: TypeAlias = tuple[Callable[..., Argument], ...]
 
 
@@ -19,8 +20,16 @@ def _dependent(value: Argument, *inputs: Argument) -> Argument:
     for one in inputs:
         if isinstance(one, Tensor) and one.requires_grad and value.is_floating_point():
             finite = torch.nan_to_num(one, 0.0, 0.0, 0.0)
-            value = value + (finite - finite.detach())
+            value = value + _FACTOR * (finite - finite.detach())
     return value
+
+
+def passing(value: Tensor) -> Tensor:
+    """The same value, of its own graph; its gradients do not cancel those of x in x + (round(x) - x).detach()."""
+    copied = value.clone()
+    if copied.requires_grad:
+        copied.register_hook(lambda gradient: _FACTOR * gradient)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def _entrywise(func: Callable[..., Argument]) -> Callable[..., Argument]:
@@ -55,10 +64,10 @@ def _largest(func: Callable[..., Argument]) -> Callable[..., Argument]:
             return result
         if any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
             return _dependent(result, input, *args, *kwargs.values())
-        total = torch.nan_to_num(input, 0.0, 0.0, 0.0).sum(*args, **kwargs)
+        mean = torch.nan_to_num(input, 0.0, 0.0, 0.0).mean(*args, **kwargs)  # a sum may overflow in float16
         if isinstance(result, Tensor):
-            return _dependent(result, total)
-        return type(result)((_dependent(result[0], total), result[1]))  # values and indices
+            return _dependent(result, mean)
+        return type(result)((_dependent(result[0], mean), result[1]))  # values and indices
 
     return dependent
 

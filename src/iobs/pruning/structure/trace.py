@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
-from iobs.pruning.network.modes import evaluating
+from iobs.pruning.network.modes import evaluating, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
 from iobs.pruning.structure import smooth
@@ -132,7 +132,14 @@ def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
     recorder = _Recorder(model)
     recorder.found.samples = sum(map(batches.size, given))
     reason = f"{type(model).__name__} does not take noise in place of the outputs of its layers"
-    with evaluating(model), torch.enable_grad(), _attributes_kept(model), recorder, refused(reason):
+    with (
+        evaluating(model),
+        keeping_buffers(model),
+        _attributes_kept(model),
+        torch.enable_grad(),
+        recorder,
+        refused(reason),
+    ):
         values = [value for batch in given for value in tensors_of(recorder.passed(model, batch))]
     recorder.settle_norms(values)
     recorder.found.outputs = [
@@ -147,9 +154,12 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     tables = [vars(module) for module in model.modules()]
     tables += [value for table in tables for value in table.values() if type(value) is dict]  # buffers among them
     before = [(table, dict(table)) for table in tables]
+    lists = [(value, list(value)) for table in tables for value in table.values() if type(value) is list]
     try:
         yield
     finally:
+        for value, old in lists:
+            value[:] = old
         for table, entries in before:
             table.clear()
             table.update(entries)
@@ -221,12 +231,12 @@ class _Recorder(TorchFunctionMode):
     ) -> Argument:
         first = args[0] if args else kwargs.get("input")
         if func in _DETACHED:  # parts that pass no gradient read units too
-            return self._replaced(first).clone()
+            return smooth.passing(self._replaced(first))
         if func in _NUMBERS and isinstance(first, Tensor):  # the model may do anything with them
             self.shown += [first] if first.grad_fn is not None else []
             return func(first.detach(), *args[1:], **kwargs)
         if func in smooth.OF_ONE and isinstance(first, Tensor) and first.is_floating_point():
-            return smooth.OF_ONE[func](first)
+            return smooth.OF_ONE[func](self._replaced(first))
         if func in smooth.OF_SEVERAL:
             return smooth.OF_SEVERAL[func](*self._replaced(args), **self._replaced(kwargs))
         if func.__name__ in _VIEWS:  # also shapes, dtypes and the like
@@ -377,4 +387,4 @@ class _Recorder(TorchFunctionMode):
             leaf = torch.rand(value.shape, generator=self.random).add_(0.5).to(value.device, value.dtype)
             self.found.sources[joined(path, name)] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
             self.noise[id(value)] = leaf
-        return self.noise[id(value)].view_as(value)
+        return self.noise[id(value)].clone()  # the model may write into it

@@ -46,9 +46,9 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
         for part in batches.pieces(batch):
             if called.issuperset(paths):
                 return found
-            new = passed(part)
-            if not new <= called:
-                found.append(shortened(part, _FURTHER))
+            if new := passed(part) - called:
+                shorter = (shortened(part, samples) for samples in (_FIRST, _FURTHER))
+                found.append(next((one for one in shorter if new <= passed(one)), batches.inputs(part)))
                 called |= new
     return found
 
@@ -57,14 +57,17 @@ def _callable(model: nn.Module) -> list[str]:
     """Names of the modules with parameters that a forward pass may call as modules."""
     own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
     # Attention of torch multiplies by the weight of its last layer itself.
-    unseen = tuple(joined(path, "") for path, one in own if isinstance(one, nn.MultiheadAttention))
-    return [path for path, one in own if [*one.parameters(recurse=False)] and not path.startswith(unseen)]
+    unseen = {joined(path, "out_proj") for path, one in own if isinstance(one, nn.MultiheadAttention)}
+    holders = (nn.ParameterList, nn.ParameterDict)
+    able = [path for path, one in own if [*one.parameters(recurse=False)] and not isinstance(one, holders)]
+    return [path for path in able if path not in unseen]
 
 
 def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
     """At most some samples, and `TOKENS` positions of text if nothing else is in the batch.
 
-    Text beside images or sounds is left whole: its tokens stand for their parts.
+    Text beside images or sounds is left whole: its tokens stand for their parts. Of text that is padded on the left the
+    last positions are taken.
     """
     given = batches.inputs(batch)
     if not batches.is_whole(given):
@@ -75,8 +78,11 @@ def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
         return given
     texts = {tensor.shape for tensor in found if tensor.ndim == 2 and not tensor.is_floating_point()}
     if isinstance(given, Mapping) and len(texts) == 1:
+        mask = given.get("attention_mask")
+        left = isinstance(mask, Tensor) and mask.shape in texts and not bool(mask[:, 0].all())
+        part = slice(-TOKENS, None) if left else slice(TOKENS)
         return {
-            name: value[:, :TOKENS] if isinstance(value, Tensor) and value.shape in texts else value
+            name: value[:, part] if isinstance(value, Tensor) and value.shape in texts else value
             for name, value in given.items()
         }
     whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from iobs.errors import first_line, is_out_of_memory
 from iobs.pruning.network.calls import before_calls
-from iobs.pruning.network.modes import evaluating, seeded
+from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
-from iobs.pruning.structure.expected import rounding
+from iobs.pruning.structure.expected import largest, largest_gap, rounding
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
@@ -89,7 +89,7 @@ def _calls(model: nn.Module, given: Sequence[batches.Batch], owners: set[str]) -
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         found.setdefault(path, copy.deepcopy((args, kwargs)))
 
-    with evaluating(model), before_calls(model, owners, note), torch.no_grad():
+    with evaluating(model), keeping_buffers(model), before_calls(model, owners, note), torch.no_grad():
         for batch in given:
             batches.forward(model, batch)
     return found
@@ -218,9 +218,8 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
         for number, (a, b) in enumerate(zip(expected, found, strict=True))
     ):
         return float("inf")
-    pairs = [(a, b) for a, b in zip(expected, found, strict=True) if a.numel() and a.shape == b.shape]
-    scale = max((float(a.abs().max()) for a, _ in pairs), default=0.0) or 1.0
-    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0) / scale
+    pairs = [largest_gap(a, b) for a, b in zip(expected, found, strict=True) if a.shape == b.shape]
+    return largest(gap for gap, _ in pairs) / (largest(size for _, size in pairs) or 1.0)
 
 
 def _modules(model: nn.Module, site: Site) -> dict[str, nn.Module]:
