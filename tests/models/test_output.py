@@ -68,9 +68,7 @@ def test_output_directory_is_removed_if_the_disk_is_full(directory, tmp_path):
         "except OutputError as error:\n    print(error)\n"
     )
     out = tmp_path / "folder" / "out"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(directory), str(out)], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([sys.executable, "-c", script, str(directory), str(out)], capture_output=True, text=True)
     assert "could not be written" in done.stdout, done.stderr
     assert not [*out.parent.iterdir()]
 

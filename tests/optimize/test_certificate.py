@@ -46,7 +46,7 @@ def test_certify_agrees_with_enumeration(seeds):
         best = min(refit(objective, support.astype(np.int64)).value for support in supports)
         bad_start = refit(objective, np.union1d(free[:k], objective.forced).astype(np.int64))
         for fit in (None, bad_start):
-            found = certify(objective, k, fit=fit)
+            found = certify(objective, k, fit=fit, seconds=600)
             assert found.closed, seed
             assert found.lower - found.margin <= best <= found.upper + found.margin, seed
             assert found.upper <= best * (1 + 1e-4) + found.margin, seed

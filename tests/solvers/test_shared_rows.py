@@ -18,7 +18,7 @@ class Meeting:
     """Sums of threads that stand for processes."""
 
     def __init__(self, size):
-        self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=60), [None] * size
+        self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=600), [None] * size
 
     def sum(self, rank, tensor):
         self.given[rank] = tensor.clone()

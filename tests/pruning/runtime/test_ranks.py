@@ -116,7 +116,7 @@ def command(*arguments, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     arguments = [sys.executable, "-m", "iobs", *map(str, arguments)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True)
 
 
 def test_ranks_ignore_variables_of_other_programs(tmp_path):
