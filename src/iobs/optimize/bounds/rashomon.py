@@ -61,7 +61,7 @@ def rashomon_set(
         k: size of a support, forced coordinates not counted.
         gap: largest (f - f*) / |f*| of a member, f* being the best loss.
         at_most: whether supports of fewer than k coordinates are members too.
-        seconds: time limit; the result says whether the set is complete.
+        seconds: time limit, compilation not counted; the result says whether the set is complete.
         max_members: the search stops, and the set is not complete, at more members.
         seed: random seed of the search for a first support.
 
@@ -79,8 +79,9 @@ def rashomon_set(
             f"gap and seconds must not be negative and max_members at least 1, got {gap}, {seconds} and {max_members}."
         )
     require_storable("Branch and bound stores H", objective.dimension)
-    begun = time.perf_counter()
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
+    auto.compile_stages(objective)
+    begun = time.perf_counter()
     first = list(auto.stages(problem))[-1].fit
     tree = _Tree(QuadraticArrays(problem), first.value, gap, at_most)
     reason = tree.run(begun + seconds, max_members)

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
 from iobs.optimize.curvature.kinds import FullHessian
+from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
@@ -98,6 +99,17 @@ def stages(
         for stage in _stages(problem, best.theta, kicks, empty):
             best = stage.fit if stage.fit.value < best.value else best
             yield Stage(stage.name, best, stage.optimal)
+
+
+def compile_stages(objective: Objective) -> None:
+    """Compile what `stages` needs for an objective, by a small problem: limits of seconds begin afterwards."""
+    _compile_stages(objective.rank < objective.dimension)
+
+
+@cache
+def _compile_stages(n_below_d: bool) -> None:
+    design = np.eye(3 if n_below_d else 4, 4)
+    list(stages(Problem(LeastSquares(design, np.ones(len(design))), 2)))
 
 
 def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kicks: int) -> Iterator[Stage]:
