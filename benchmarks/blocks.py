@@ -165,7 +165,7 @@ def documents(data: Path, folder: Path, length: int, count: int, seed: int) -> C
 
 
 def vit(data: Path, zoo: Any, _: Path, seed: int = 0) -> Case:
-    """1,000 pictures; accuracy on 5,000 others, in percent."""
+    """1,000 images; accuracy on 5,000 others, in percent."""
     images, _labels = zoo.cifar10("train10k", "vit")
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:1000]
     test = zoo.cifar10("test5000", "vit")

@@ -1,4 +1,4 @@
-"""Batches for tiny random networks: text, pictures, sounds, and text with the tokens of a picture."""
+"""Batches for tiny random networks: text, images, sounds, and text with the tokens of an image."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor, nn
 
 Batch = dict[str, Tensor] | Tensor
 
-VOCABULARY, TEXT, PICTURE = 128, 16, 32
-# Ids of the tokens that stand for pictures and sounds; texts have none of them.
+VOCABULARY, TEXT, IMAGE = 128, 16, 32
+# Ids of the tokens that stand for images and sounds; texts have none of them.
 MARKS = {"image_token": 126, "video_token": 125, "vision_start_token": 124, "vision_end_token": 123, "audio_token": 122}
-MOST_TOKENS = 1024  # of a picture: the forward pass on more takes minutes
+MOST_TOKENS = 1024  # of an image: the forward pass on more takes minutes
 # Batches that are tried for each kind of network, the most natural first.
 KINDS: dict[str, tuple[str, ...]] = {
     "CausalLM": ("text",),
     "Seq2SeqLM": ("pairs",),
     "MaskedLM": ("text",),
     "ImageTextToText": (
-        *("tokens and patches", "tokens and picture", "tokens and sized picture", "tokens and pictures"),
-        *("tokens and tiles", "tokens and aspects", "tokens, picture and text to write"),
-        *("flattened patches", "text and picture", "picture and text to write", "text"),
+        *("tokens and patches", "tokens and image", "tokens and sized image", "tokens and images"),
+        *("tokens and tiles", "tokens and aspects", "tokens, image and text to write"),
+        *("flattened patches", "text and image", "image and text to write", "text"),
     ),
-    "ImageClassification": ("picture", "rows of patches", "text"),
+    "ImageClassification": ("image", "rows of patches", "text"),
     "CTC": ("sound", "frames"),
     "SpeechSeq2Seq": ("spectrogram", "frames and text", "sound and text"),
-    "ObjectDetection": ("picture",),
-    "SemanticSegmentation": ("picture",),
+    "ObjectDetection": ("image",),
+    "SemanticSegmentation": ("image",),
 }
-_COUNTS = re.compile(r"features:? (\d+)")  # in the message of a network about tokens of pictures
+_COUNTS = re.compile(r"features:? (\d+)")  # in the message of a network about tokens of images
 
 
 @torch.no_grad()
@@ -63,10 +63,10 @@ def fitting(kind: str, model: nn.Module, config: Any) -> tuple[list[Batch], list
 
 
 def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int], Batch]]:
-    """Functions that draw a batch; their argument is the number of tokens of each picture."""
+    """Functions that draw a batch; their argument is the number of tokens of each image."""
     draw = torch.Generator().manual_seed(1)
     vision = getattr(config, "vision_config", config)
-    side = getattr(vision, "image_size", None) or PICTURE
+    side = getattr(vision, "image_size", None) or IMAGE
     side = side[0] if isinstance(side, (list, tuple)) else side
     patch = getattr(vision, "patch_size", 8)
     patch = patch if isinstance(patch, int) else 8
@@ -80,12 +80,12 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
 
     def shown(count: int) -> dict[str, Tensor]:
         begin, end = (getattr(config, f"vision_{name}_token_id", None) or 5 for name in ("start", "end"))
-        picture = torch.tensor([begin, *[token] * count, end]).expand(4, -1)
-        words = torch.cat([tokens(3), picture, tokens(6)], 1)
+        image = torch.tensor([begin, *[token] * count, end]).expand(4, -1)
+        words = torch.cat([tokens(3), image, tokens(6)], 1)
         marked = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")
         extra = {name: (words == token).long() for name in marked if name in taken}
         extra |= {"qformer_input_ids": tokens()} if "qformer_input_ids" in taken else {}
-        seen = torch.ones(*words.shape, 1, dtype=torch.long)  # the one picture of each text
+        seen = torch.ones(*words.shape, 1, dtype=torch.long)  # the one image of each text
         extra |= {"image_attention_mask": seen} if "image_attention_mask" in taken else {}
         return {"input_ids": words, "attention_mask": torch.ones_like(words), **extra}
 
@@ -100,11 +100,11 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
     makers: dict[str, Callable[[int], Batch]] = {
         "text": lambda _: {"input_ids": tokens()},
         "pairs": lambda _: {"input_ids": tokens(), "decoder_input_ids": tokens(8)},
-        "picture": lambda _: {"pixel_values": torch.randn(2, 3, side, side, generator=draw)},
+        "image": lambda _: {"pixel_values": torch.randn(2, 3, side, side, generator=draw)},
         "tokens and patches": patches,
-        "tokens and picture": lambda count: {**shown(count), "pixel_values": pixels()},
-        "tokens and pictures": lambda count: {**shown(count), "pixel_values": pixels(1)},
-        "tokens and sized picture": lambda count: {**shown(count), "pixel_values": pixels(), "image_sizes": sizes},
+        "tokens and image": lambda count: {**shown(count), "pixel_values": pixels()},
+        "tokens and images": lambda count: {**shown(count), "pixel_values": pixels(1)},
+        "tokens and sized image": lambda count: {**shown(count), "pixel_values": pixels(), "image_sizes": sizes},
         "tokens and tiles": lambda count: {**shown(count), "pixel_values": pixels(2), "image_sizes": sizes},
         "tokens and aspects": lambda count: {
             **shown(count),
@@ -113,13 +113,13 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
             "aspect_ratio_mask": torch.ones(4, 1, 1, dtype=torch.long),
             "cross_attention_mask": torch.ones(4, 11 + count, 1, 1, dtype=torch.long),
         },
-        "text and picture": lambda _: {"input_ids": tokens(), "pixel_values": pixels()},
-        "tokens, picture and text to write": lambda count: {
+        "text and image": lambda _: {"input_ids": tokens(), "pixel_values": pixels()},
+        "tokens, image and text to write": lambda count: {
             **shown(count),
             "pixel_values": pixels(),
             "decoder_input_ids": tokens(8),
         },
-        "picture and text to write": lambda _: {"pixel_values": pixels(), "decoder_input_ids": tokens(8)},
+        "image and text to write": lambda _: {"pixel_values": pixels(), "decoder_input_ids": tokens(8)},
         "flattened patches": lambda _: {
             "flattened_patches": torch.cat(  # the row and the column of each, and its entries
                 [
@@ -151,9 +151,9 @@ def _makers(kind: str, model: nn.Module, config: Any) -> Iterator[Callable[[int]
         },
     }
     for name in KINDS[kind]:
-        needed = {"tokens and patches": "image_grid_thw", "tokens and sized picture": "image_sizes"}
+        needed = {"tokens and patches": "image_grid_thw", "tokens and sized image": "image_sizes"}
         needed |= {"tokens and aspects": "aspect_ratio_ids", "rows of patches": "spatial_shapes"}
         needed |= {"flattened patches": "flattened_patches"}
-        needed |= dict.fromkeys(("tokens, picture and text to write", "picture and text to write"), "decoder_input_ids")
+        needed |= dict.fromkeys(("tokens, image and text to write", "image and text to write"), "decoder_input_ids")
         if name not in needed or needed[name] in taken:
             yield makers[name]

@@ -8,7 +8,7 @@ from breadth_batches import MARKS, VOCABULARY
 
 
 def sectioned(*sections: int) -> dict[str, Any]:
-    """Rotary embeddings of pictures' three axes, in the configuration of the language model alone."""
+    """Rotary embeddings of images' three axes, in the configuration of the language model alone."""
     return {"text_config": {"rope_parameters": {**ROTARY, "mrope_section": list(sections)}}}
 
 

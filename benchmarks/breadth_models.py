@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import torch
-from breadth_batches import KINDS, MARKS, PICTURE, VOCABULARY, Batch, fitting, run
+from breadth_batches import IMAGE, KINDS, MARKS, VOCABULARY, Batch, fitting, run
 from breadth_fields import FIELDS
 from torch import nn
 
@@ -43,7 +43,7 @@ SIZES: tuple[tuple[str, int], ...] = (
         64,
     ),
     (r"sliding_window|local_window|attention_window|chunk", 8),
-    (r"image_size|img_size", PICTURE),
+    (r"image_size|img_size", IMAGE),
     (r"patch_size$", 8),
     (r"state_size|d_state", 8),
     (r"time_step_rank|dt_rank", 4),
@@ -262,7 +262,7 @@ def _timm(name: str) -> Built:
             continue
         _fill(model)
         return model, batches
-    raise RuntimeError("no size of pictures fits")
+    raise RuntimeError("no size of images fits")
 
 
 def _tiny(kind: Any, form: dict[str, Any], task: str) -> Any:

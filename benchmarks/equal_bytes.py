@@ -44,15 +44,15 @@ METHODS: dict[str, tuple[str, Recipe]] = {
     "budget, polished": ("budget", OURS.but(allocation="kl", finetune=POLISH)),
 }
 IGNORED = {"resnet20": "*downsample*"}
-BATCHES = {"resnet20": 4, "vit": 4, "llama_stories260K": 8, "minilm": 12}  # 400 pictures, 128 windows, 192 texts
+BATCHES = {"resnet20": 4, "vit": 4, "llama_stories260K": 8, "minilm": 12}  # 400 images, 128 windows, 192 texts
 
 
 def cases(zoo: Any, folder: Path, minilm: Path | None) -> dict[str, Callable[[], Any]]:
     """The networks by name; each case has a module, calibration batches and a score."""
     found: dict[str, Callable[[], Any]] = {
         "mlpnet": lambda: networks.digits(zoo, folder, 0),
-        "resnet20": lambda: networks.pictures("resnet20", "resnet20")(zoo, folder, 0),
-        "vit": lambda: networks.pictures("vit_cifar", "vit")(zoo, folder, 0),
+        "resnet20": lambda: networks.image_classifier("resnet20", "resnet20")(zoo, folder, 0),
+        "vit": lambda: networks.image_classifier("vit_cifar", "vit")(zoo, folder, 0),
         "llama_stories260K": lambda: blocks.llama(folder, zoo, folder),
     }
     return found if minilm is None else {**found, "minilm": lambda: blocks.encoder(folder, zoo, minilm)}

@@ -31,7 +31,7 @@ from iobs.exports.to_macko import FILE as MACKO
 KEYS = ("network", "pattern", "target", "bits", "seed")
 HALF, GRID = "50%", "50%+int4"
 OWN = "own"  # the number of bits that holds the weights
-PICTURES = {"resnet20": "resnet20", "vit_cifar": "vit"}  # networks of pictures, and the form of their inputs
+IMAGES = {"resnet20": "resnet20", "vit_cifar": "vit"}  # networks of images, and the form of their inputs
 GRAPHS = (
     (HALF, "onnx", OWN),
     (HALF, "onnx", "8"),
@@ -128,9 +128,9 @@ RUNTIMES: dict[str, tuple[str, Callable[[Path, Tensor, Any], Tensor] | None]] = 
 
 def pruned(zoo: Any, folder: Path, minilm: Path | None, name: str, pattern: str) -> tuple[Any, Tensor]:
     """The network, pruned in one shot, and unseen inputs."""
-    if name in PICTURES:
-        kind = PICTURES[name]
-        case = networks.pictures(name, kind)(zoo, folder, 0)
+    if name in IMAGES:
+        kind = IMAGES[name]
+        case = networks.image_classifier(name, kind)(zoo, folder, 0)
         model, batches, given = case.module, case.batches[:4], zoo.cifar10("test5000", kind)[0][:64]
     elif name == "minilm":
         assert minilm is not None

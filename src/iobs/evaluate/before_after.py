@@ -64,8 +64,8 @@ class BeforeAfter(Callback):
     def _images(self) -> Tensor | None:
         given = None if self._batch is None else data_batches.inputs(self._batch)
         pixels = given.get("pixel_values") if isinstance(given, Mapping) else given
-        is_picture = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.shape[1] in (1, 3)
-        return pixels if is_picture and isinstance(pixels, Tensor) else None
+        is_image = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.shape[1] in (1, 3)
+        return pixels if is_image and isinstance(pixels, Tensor) else None
 
     @torch.no_grad()
     def _outputs(self) -> list[str]:

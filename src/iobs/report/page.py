@@ -134,9 +134,9 @@ def _coverage(report: Report) -> str:
 def _samples(report: Report) -> str:
     """Inputs with the outputs of the dense and of the pruned model."""
     shown = ""
-    images = [one for one in report.samples if one.is_picture]
+    images = [one for one in report.samples if one.is_image]
     for one in report.samples:
-        if not one.is_picture:
+        if not one.is_image:
             shown += (
                 f'<p class="prompt">{escape(one.shown)} …</p><div class="pairs"><div><b>dense</b><br>'
                 f"{escape(one.dense)}</div><div><b>pruned</b><br>{escape(one.pruned)}</div></div>"

@@ -22,6 +22,6 @@ class Sample:
     label: str | None = None
 
     @property
-    def is_picture(self) -> bool:
+    def is_image(self) -> bool:
         """Check that the input is an image."""
         return self.shown.startswith("data:image/")
