@@ -122,6 +122,8 @@ def test_main_effects_that_are_forced_are_free_of_k():
     more = [0, 1, 4, 5 + pairs_of(5).tolist().index([2, 3])]
     assert model.path_[0]["loss"] == pytest.approx(min(refit(objective, np.array([2, 3, term])).value for term in more))
     assert {2, 3} < set(model.support_.tolist())
+    mask = SparseInteractions(1, forced=[False, False, True, True, False], thorough=False).fit(X, y)
+    assert {2, 3} < set(mask.support_.tolist())
     with pytest.raises(ProblemError, match="Forced features"):
         SparseInteractions(1, forced=[7]).fit(X, y)
 

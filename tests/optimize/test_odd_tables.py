@@ -63,6 +63,12 @@ def test_odd_table_is_read(name, write):
     np.testing.assert_allclose(table.X[0], first)
 
 
+def test_decimal_commas_of_a_target_are_numbers(write):
+    table = read_table(write("a;b;y\n1,5;2;0,5\n3,25;1;-1,25\n5;4;2\n"), "y")
+    assert table.y.tolist() == [0.5, -1.25, 2]
+    assert table.classes == []
+
+
 REFUSED = {
     "an empty column": ("a,b,y\n1,,3\n2,,4\n", NonFiniteError, "column 'b' is empty; leave it out with --drop b"),
     "a number that overflows": ("a,b,y\n1e400,2,3\n3,1,4\n", NonFiniteError, "'a' is infinite or too large .*row 1"),

@@ -10,7 +10,7 @@ from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, ShuffleSpl
 
 from iobs import SparseClassifier, SparseRegressor, minimize
 from iobs.errors import ProblemError
-from iobs.optimize.objectives import Logistic, Tweedie
+from iobs.optimize.objectives import LeastSquares, Logistic, Tweedie
 
 
 def _linear(rng, n=120, d=8, noise=1.5):
@@ -71,6 +71,13 @@ def test_families_choose_the_drawn_columns(loss, k):
     ratio = model.predict(X, offset=np.log(exposure)) / model.predict(X)
     assert np.allclose(ratio, exposure)
     assert np.isfinite(model.standard_errors_[model.support_]).all()
+
+
+@pytest.mark.parametrize("family", [LeastSquares, Logistic])
+def test_a_family_without_a_log_link_is_refused(family, rng):
+    X, y = _linear(rng)
+    with pytest.raises(ProblemError, match=f"needs a log link, {family.__name__} has none"):
+        SparseRegressor(1, loss=family).fit(X, (y > 0).astype(float))
 
 
 def test_offset_of_least_squares_is_subtracted_from_the_target(rng):

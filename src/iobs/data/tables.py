@@ -130,7 +130,7 @@ def read_table(
     }
     answers = columns.pop(target)
     if answers.dtype.kind == "O":
-        answers = _parsed(answers.tolist())
+        answers = _column(answers.tolist(), False, _separator(file))
     sides = {name: numbers_of(file, name, columns.pop(name)) for name in aside}
     kept = _complete({**columns, **sides}, answers, missing)
     for values in sides.values():
@@ -214,9 +214,9 @@ def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
 
 
 def _separator(file: Path) -> str:
-    """Tab for .tsv; for .csv the comma, unless the first line has none but semicolons or tabs."""
-    if file.suffix.lower() == ".tsv":
-        return "\t"
+    """Tab for .tsv; else the comma, unless the first line of a .csv has none but semicolons or tabs."""
+    if file.suffix.lower() != ".csv":
+        return "\t" if file.suffix.lower() == ".tsv" else ","
     with file.open("rb") as handle:
         first = next((line for line in handle if line.strip()), b"")
     counts = {separator: first.count(separator.encode()) for separator in (",", ";", "\t")}

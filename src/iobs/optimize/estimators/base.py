@@ -144,7 +144,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         counts, features = counts_of(data.weights), data.X.shape[1]
         data = data if counts is data.weights else replace(data, weights=counts)
         samples = self._sample_count(data)
-        self._forced_features = forced_columns(self.forced, features)
+        self._forced_features = forced_columns(self.forced, self.n_features_in_)
         objective = self._objective(data)
         groups = self._groups(objective, features)
         bounds = Bounds.of(self.lower, self.upper, features)

@@ -125,9 +125,6 @@ class SparseInteractions(SparseRegressor):
         return [*names, *(f"{names[left]}:{names[right]}" for left, right in self.pairs_.tolist())]
 
     def _groups(self, objective: Objective, features: int) -> Hierarchy:
-        wrong = self._forced_features[self._forced_features >= self.n_features_in_]
-        if wrong.size:
-            raise ProblemError(f"Forced features must lie in 0 ... {self.n_features_in_ - 1}, got {wrong.tolist()}.")
         return Hierarchy(objective, self.n_features_in_, self.hierarchy, frozenset(self._forced_features.tolist()))
 
     def _shaped(self, objective: Objective, values: Array) -> Array:

@@ -14,7 +14,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import Choice, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
-from iobs.optimize.objectives.families import Family, Gamma, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.objectives.families import Family, Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.refit.fit import Fit
 
@@ -35,7 +35,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         k: number of features. "aic", "bic" or "ebic" choose it by information criterion, and "cv" by cross-validation.
             "cv-1se" chooses the smallest k whose held-out loss is within one standard error of the least.
         loss: "squared", "poisson", "gamma", "tweedie" (power 1.5) or "negative_binomial" (alpha 1); or a family with
-            its parameter, such as `functools.partial(iobs.objectives.Tweedie, power=1.7)`.
+            its parameter and a log link, such as `functools.partial(iobs.objectives.Tweedie, power=1.7)`.
         ridge: weight of 1/2 norm(coef)^2, with coefficients per standard deviation of their features.
         fit_intercept: whether to estimate a constant, which is not counted in k.
         max_k: largest k that is tried when k is chosen; n / (2 log n), at most 50, if not given.
@@ -133,7 +133,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
 
     def _objective(self, data: Observations) -> Objective:
         forced = () if self.groups is not None else self._forced_features
-        return self._family()(
+        objective = self._family()(
             data.X,
             data.y,
             ridge=self._penalty(data.X, data.weights) if self.ridge else 0.0,
@@ -142,6 +142,11 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
             forced=forced,
             offset=data.offset,
         )
+        if callable(self.loss) and isinstance(objective, (LeastSquares, Logistic)):  # `predict` takes exp of the margin
+            name = type(objective).__name__
+            other = 'give loss="squared"' if isinstance(objective, LeastSquares) else "use SparseClassifier"
+            raise ProblemError(f"A family given as loss needs a log link, {name} has none; {other}.")
+        return objective
 
     def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         margin = data.margin(*objective.split(fit.theta))
