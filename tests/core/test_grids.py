@@ -76,3 +76,11 @@ def test_stored_bits_count_values_mask_and_scales():
     assert stored_bits(iobs.Unstructured(keep=50) & iobs.Grid(4), shape) == 50 * 4 + 120 + 6 * 16
     assert stored_bits(iobs.NM(2, 4) & iobs.Grid(8, 10), shape) == 60 * 8 + 120 + 12 * 16
     assert stored_bits(iobs.Unstructured(0.0) & iobs.Grid(4), shape) == stored_bits(iobs.Grid(4), shape)
+
+
+def test_codes_of_a_group_wider_than_the_matrix():
+    scales = torch.tensor([[0.5], [0.25]])
+    codes = torch.tensor([[7, -3, 0], [1, 7, 2]])
+    found = codes_and_scales(codes * scales, iobs.Grid(4, 2**40))
+    assert torch.equal(found[0], codes.to(torch.int8))
+    assert torch.equal(found[1], scales)

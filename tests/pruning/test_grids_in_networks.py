@@ -140,6 +140,16 @@ def test_audit_finds_a_weight_off_the_grid():
     audit(model, iobs.Unstructured(0.5), names)
 
 
+def test_audit_of_a_grid_without_zeros_checks_the_layers_on_it():
+    model, data = three_layers()
+    with pytest.raises(AuditError, match="No layer lies on the grid int4/8"):
+        audit(model, iobs.Grid(4, 8))
+    iobs.prune(model, data, iobs.Grid(4, 8), Recipe(solver="magnitude", rules=(iobs.Rule("4", dense=True),)))
+    assert [row.bits is not None for row in audit(model, iobs.Grid(4, 8))] == [True, True, False]
+    with pytest.raises(AuditError, match="Layer '4'"):
+        audit(model, iobs.Grid(4, 8), ["2", "4"])
+
+
 def test_low_memory_gives_the_weights_of_a_run_in_memory(tmp_path):
     families.saved("llama", tmp_path / "model")
     model, data = load(tmp_path / "model", dtype=torch.bfloat16).module, families.language_batches()

@@ -204,6 +204,30 @@ def test_refitted_scales_are_optimal_for_their_codes():
     assert scales[1, 1] == 1
 
 
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_a_group_wider_than_the_matrix_is_one_scale_for_each_row(solver):
+    problem, wide = random_problem(6, 16), iobs.Grid(4, 2**40)
+    found, expected = (iobs.solve(problem, grid, solver) for grid in (wide, iobs.Grid(4, 16)))
+    assert torch.equal(found.weight, expected.weight)
+    require_on_grid(found, wide)
+
+
+def test_scales_of_many_groups_are_refitted_for_some_rows_at_a_time(monkeypatch):
+    problem, grid, sizes = random_problem(7, 12), iobs.Grid(4, 2), []
+    codes = (3 * problem.centre()).round().clamp(-7, 7)
+    arguments = codes, torch.full((7, 6), 0.3, dtype=torch.float64), problem, grid, torch.float64
+    expected, factorised = refit_scales(*arguments), torch.linalg.cholesky_ex
+
+    def noted(system):
+        sizes.append(system.numel())
+        return factorised(system)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", noted)
+    monkeypatch.setattr("iobs.solvers.gridded.lattice._SYSTEMS", 3 * 6**2)
+    torch.testing.assert_close(refit_scales(*arguments), expected)
+    assert sizes == [108, 108, 36]
+
+
 @pytest.mark.parametrize("solver", SPARSE_SOLVERS)
 @pytest.mark.parametrize("keep", [0, 1, 24])
 def test_grid_keeps_zero_one_or_all_entries(solver, keep):

@@ -41,7 +41,7 @@ def on_grid_of(pattern: Pattern, entries: Pattern) -> Pattern:
 
 def over_columns(scales: Tensor, grid: Grid, columns: int) -> Tensor:
     """Scale of every entry, (rows, columns), from one for every group of columns, (rows, groups)."""
-    return scales.repeat_interleave(grid.group, 1)[:, :columns]
+    return scales.repeat_interleave(grid.width(columns), 1)[:, :columns]
 
 
 def in_16_bits(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,8 +96,9 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     weight = _narrowed(weight)
     groups = grid.scales(columns)
-    padded = torch.nn.functional.pad(weight, (0, groups * grid.group - columns))
-    table = padded.reshape(rows * groups, grid.group)
+    width = grid.width(columns)
+    padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
+    table = padded.reshape(rows * groups, width)
     codes = torch.zeros_like(table, dtype=torch.int8)
     scales = torch.ones(len(table), device=weight.device)
     left = table.any(1).nonzero()[:, 0]

@@ -153,6 +153,10 @@ class Grid:
         """Number of scales of each row."""
         return -(-columns // self.group)
 
+    def width(self, columns: int) -> int:
+        """Columns that share a scale in a matrix of so many columns: a group may be far wider than the matrix."""
+        return min(self.group, columns)
+
     def groups(self, shape: tuple[int, int]) -> Partition:
         """One group that keeps all entries."""
         return Partition(1, shape[0] * shape[1], shape[0] * shape[1])

@@ -14,6 +14,8 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
+from iobs.core.grids import over_columns
+from iobs.core.patterns import Grid
 from iobs.errors import ModelError
 from iobs.exports.record import Written
 from iobs.exports.requirements import needed
@@ -52,7 +54,7 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
         scales = codes.scales.to(weight.dtype)
         del state[name]
         state |= {f"{layer}.{key}": value for key, value in _packed(package, codes, scales, scheme).items()}
-        after = codes.codes.to(scales.dtype) * scales.repeat_interleave(codes.group, 1)[:, : weight.shape[1]]
+        after = codes.codes.to(scales.dtype) * over_columns(scales, Grid(codes.bits, codes.group), weight.shape[1])
         written.append(Written.of(name, f"int{codes.bits}", weight, after))
     if not groups:
         raise ModelError("No matrix of this model is on a grid of 4 or 8 bits; export with --bits 8 or --bits 4.")

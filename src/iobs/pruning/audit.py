@@ -36,7 +36,8 @@ def audit(
             there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
             for all layers together, not for each layer. A `Budget` holds for all layers together, too.
         layers: names of the pruned layers. By default these are layers with at least a tenth of the zeros that the
-            pattern asks for; dense layers may hold a few zeros. For a budget they are the layers on a grid.
+            pattern asks for; dense layers may hold a few zeros. For a budget, and for a grid that keeps all entries,
+            they are the layers on a grid.
 
     Returns:
         One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
@@ -60,12 +61,14 @@ def _checked(
     rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
-        if asked is not None and (_has_many(row, asked) if layers is None else name in layers):
+        if asked is not None and (_is_pruned(row, matrix, asked) if layers is None else name in layers):
             check(name, matrix, asked)
             row.asked, checked = asked_zeros(asked, row.shape), True
             row.bits = stored_bits(asked, row.shape)
         rows.append(row)
     if asked is not None and not checked:
+        if isinstance(asked, Grid):
+            raise AuditError(f"No layer lies on the grid {asked}: the model was not pruned to it, or changed since.")
         most = max(rows, key=lambda row: row.sparsity, default=None)
         raise AuditError(
             f"No layer has a tenth of the zeros that {asked} asks for; {most.name!r} has most, {most.zeros:,} of "
@@ -101,17 +104,25 @@ def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Coll
 def _fewest_bits(matrix: Tensor, budget: Budget) -> int | None:
     """Bits of a matrix on the grid with the fewest bits that holds it; None if none does."""
     for bits in BITS:
-        try:
-            codes_and_scales(matrix, Grid(bits, budget.group))
-        except PatternError:
+        if not _lies_on(matrix, Grid(bits, budget.group)):
             continue
         shape = (matrix.shape[0], matrix.shape[1])
         return min(budget.cost(bits, keep, shape) for keep in (int((matrix != 0).sum()), matrix.numel()))
     return None
 
 
-def _has_many(row: AuditRow, pattern: Pattern) -> bool:
-    """Check that a layer was pruned, to this pattern or another: it has more zeros than dense layers have."""
+def _lies_on(matrix: Tensor, grid: Grid) -> bool:
+    try:
+        codes_and_scales(matrix, grid)
+    except PatternError:
+        return False
+    return True
+
+
+def _is_pruned(row: AuditRow, matrix: Tensor, pattern: Pattern) -> bool:
+    """Check that a layer was pruned: it has more zeros than dense layers have, or lies on a grid without zeros."""
+    if isinstance(pattern, Grid):
+        return _lies_on(matrix, pattern)
     try:
         return row.sparsity >= _PRUNED_SHARE * asked_zeros(pattern, row.shape) / row.weights
     except PatternError:  # raised again by `check` if the layer counts as pruned

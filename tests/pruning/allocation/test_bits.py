@@ -110,6 +110,16 @@ def _linear(weight):
     return layer
 
 
+def test_layers_of_few_columns_are_tried_although_their_scales_exceed_the_budget():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+    model, inputs = torch.nn.Sequential(*layers), torch.randn(120, 2)
+    data = [(part, model(part).argmax(1).detach()) for part in inputs.split(40)]
+    report = iobs.prune(model, data, iobs.Budget(4.0, group=16), Recipe(solver="magnitude", allocation="kl"))
+    assert report.bits_per_weight <= 4
+    assert all(max(row.effects) > 0 for row in report.allocation)
+
+
 @pytest.mark.parametrize("bits", [1.9, 2.6, 3.2, 4.0, 9.0])
 def test_uniform_plans_spend_the_budget_with_the_same_share_in_every_layer(bits):
     budget, shapes = iobs.Budget(bits, group=32), {"a": (40, 32), "b": (20, 64), "c": (30, 96)}

@@ -92,3 +92,11 @@ def test_common_response_accepts_no_trials():
     assert effect(nothing, [], 1.0) == 0.0
     harmless = [[Trial(1.0, 0.0)] * 3 for _ in range(2)]
     assert 0 < effect(common_response(harmless), harmless[0], 1.0) < 1e-30
+
+
+def test_effects_stay_finite_if_two_trials_have_nearly_equal_errors():
+    close = [Trial(0.01, 0.5), Trial(0.01 * (1 - 1e-5), 1e-5)]
+    response = common_response([close, [Trial(1.0, 1.0), Trial(0.1, 0.1)]])
+    found = response.effects(Curve([1, 2, 8], [0.5, 0.01, 0.0], 1.0), close)
+    assert math.isfinite(found.energy)
+    assert found.energy >= found.errors[0] > found.errors[1] > 0

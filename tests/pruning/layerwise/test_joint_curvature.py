@@ -83,6 +83,27 @@ def test_the_weighted_error_of_the_rows_is_least(seed):
     assert torch.equal(equal.weight, plain.weight)  # rows that do not compete
 
 
+@pytest.mark.parametrize("solver", ["sparsegpt", "obr"])
+def test_rows_that_matter_more_keep_more_entries_on_a_grid(solver):
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(200, 16, dtype=torch.float64), torch.randn(4, 16, dtype=torch.float64)
+    layer = find_layers(nn.Linear(16, 4))[0]
+    gram = Gram.empty(layer, torch.device("cpu"), False)
+    gram.add(inputs[None])
+    gram.finish()
+    rows = torch.tensor([0.01, 0.01, 1.99, 1.99], dtype=torch.float64)
+    pattern = Unstructured(0.5) & iobs.Grid(4, 8)
+    task = Task(layer, pattern, weight, None, iobs.Recipe(solver=solver), importance=rows)
+    for (found,) in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
+        kept = found.mask.sum(1)
+        assert int(kept.sum()) == 32
+        assert int(kept[:2].max()) < int(kept[2:].min())
+        codes = found.weight / found.stats["scales"].repeat_interleave(8, 1)
+        torch.testing.assert_close(codes, codes.round())
+        assert float(codes.abs().max()) <= 7.01
+        assert not codes[~found.mask].any()
+
+
 @pytest.mark.parametrize("recipe", ["one-shot", "fast"])
 @pytest.mark.parametrize("convolution", [False, True])
 def test_zeros_are_exact_and_the_curvature_changes_the_result(convolution, recipe):

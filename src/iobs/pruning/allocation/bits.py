@@ -140,18 +140,22 @@ class BitPlanner:
         dense = layer.read(self.model)
         judged = statistics.heldout or statistics.calibration
         energy = judged.energy(dense)
-        limit, points = {share: budget.bits_per_weight * share * layer.weights for share in _TRIALS}, {}
+        tried = [
+            (bits, max(1, round((1 - level) * layer.weights))) for bits, levels in LEVELS.items() for level in levels
+        ]
+        # Scales of few columns can take more than the budget: without a trial the layer would count as of no effect.
+        least = min(budget.cost(*choice, layer.shape) for choice in tried)
+        limit = {share: max(budget.bits_per_weight * share * layer.weights, least) for share in _TRIALS}
+        points: dict[Choice, float] = {}
         best: dict[float, tuple[float, Tensor]] = {}
-        for bits, levels in LEVELS.items():
-            for level in levels:
-                keep = max(1, round((1 - level) * layer.weights))
-                pattern = budget.choice(bits, keep, layer.shape)
-                weight = torch.cat([one.weight for one in self.solve(layer, statistics, dense, pattern)])
-                error = points[bits, keep] = energy * relative_output_error(judged, weight, dense)
-                for share, most in limit.items():
-                    fits = budget.cost(bits, keep, layer.shape) <= most
-                    if fits and (share not in best or error < best[share][0]):
-                        best[share] = error, weight
+        for bits, keep in tried:
+            pattern = budget.choice(bits, keep, layer.shape)
+            weight = torch.cat([one.weight for one in self.solve(layer, statistics, dense, pattern)])
+            error = points[bits, keep] = energy * relative_output_error(judged, weight, dense)
+            for share, most in limit.items():
+                fits = budget.cost(bits, keep, layer.shape) <= most
+                if fits and (share not in best or error < best[share][0]):
+                    best[share] = error, weight
         trials = {error: weight for error, weight in best.values() if error > 0}
         damages = [Trial(error, self._damage(layer, weight, probe)) for error, weight in trials.items()]
         curves = {}

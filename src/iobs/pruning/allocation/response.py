@@ -23,6 +23,7 @@ _RESOLUTION = 1e-6  # smallest measurable damage, relative to the greatest; belo
 DAMAGE_LIMIT = 100.0  # upper limit of a damage, in nats or in energies of the output
 # Limits of d log effect / d log damage. At 1 the damage is proportional to the effect, as for small errors.
 _SLOPES = (0.2, 1.0)
+_MOST = 200.0  # largest logarithm of an effect: two trials of nearly equal errors may give any slope
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Response:
                 return 0.0
             at = math.log(error)
             below, above = min(0.0, at - errors[0]), max(0.0, at - errors[-1])
-            return math.exp(float(np.interp(at, errors, effects)) + below + steepest * above)
+            return math.exp(min(float(np.interp(at, errors, effects)) + below + steepest * above, _MOST))
 
         return Curve(curve.keeps, [effect(error) for error in curve.errors], effect(curve.energy))
 

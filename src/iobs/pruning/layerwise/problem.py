@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from iobs.core.column_groups import Groups
-from iobs.core.grids import grid_of
-from iobs.core.patterns import NM, Pattern, Unstructured
+from iobs.core.grids import entries_of, grid_of
+from iobs.core.patterns import NM, Grid, Pattern, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.core.shared_rows import RowsOf
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
@@ -181,7 +181,8 @@ def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
 
     Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
     """
-    competing = isinstance(task.pattern, Unstructured) and task.pattern.per == "layer"
+    entries = entries_of(task.pattern)
+    competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
     if task.importance is None or not competing or task.recipe.reads_weights_only:
         return None
     return task.importance[own].sqrt()[:, None].to(problem.dtype)
@@ -189,7 +190,10 @@ def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
 
 def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
     """The solution of a problem, from that of the problem with scaled rows."""
-    return Solution(solution.weight / scale, solution.mask, problem, solution.stats)
+    stats = solution.stats
+    if "scales" in stats:  # of weights on a grid
+        stats = {**stats, "scales": stats["scales"] / scale}
+    return Solution(solution.weight / scale, solution.mask, problem, stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:

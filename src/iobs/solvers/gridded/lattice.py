@@ -11,6 +11,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 
 _SHRINKS = 26  # candidates for a scale, between half of the largest value and the largest value over the levels
+_SYSTEMS = 1 << 26  # entries of the equations for scales that are in memory at once
 ACCURATE = 2048  # columns up to which grids are searched in float64
 
 
@@ -77,17 +78,27 @@ def refit_scales(codes: Tensor, scales: Tensor, problem: Quadratic, grid: Grid, 
     Returns:
         Scales (rows, groups). Rows whose equations are singular, or need a scale that is not positive, keep theirs.
     """
-    groups, rows = scales.shape[1], len(codes)
-    width = groups * grid.group
-    padded = torch.nn.functional.pad(codes, (0, width - codes.shape[1]))
+    size = max(1, _SYSTEMS // scales.shape[1] ** 2)
+    parts = zip(codes.split(size), scales.split(size), problem.linear.split(size), strict=True)
+    return torch.cat([_refitted(*part, problem.matrix, grid, dtype) for part in parts])
+
+
+def _refitted(codes: Tensor, scales: Tensor, linear: Tensor, hessian: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """`refit_scales` for some rows."""
+    rows, columns = codes.shape
+    groups, width = scales.shape[1], grid.width(columns)
+
+    def by_group(values: Tensor) -> Tensor:
+        """Entries (rows, columns) as (rows, groups, width), with zeros behind the last column."""
+        return torch.nn.functional.pad(values, (0, groups * width - columns)).reshape(rows, groups, width)
+
+    padded = by_group(codes)
     system = codes.new_empty(rows, groups, groups)
     for group in range(groups):
-        own = slice(group * grid.group, min((group + 1) * grid.group, codes.shape[1]))
-        product = torch.nn.functional.pad(codes[:, own] @ problem.matrix[own], (0, width - codes.shape[1]))
-        system[:, group] = (product * padded).reshape(rows, groups, grid.group).sum(2)
-    right = torch.nn.functional.pad(codes * problem.linear, (0, width - codes.shape[1]))
-    right = right.reshape(rows, groups, grid.group).sum(2)
-    empty = ~padded.reshape(rows, groups, grid.group).any(2)
+        own = slice(group * width, min((group + 1) * width, columns))
+        system[:, group] = (by_group(codes[:, own] @ hessian[own]) * padded).sum(2)
+    right = by_group(codes * linear).sum(2)
+    empty = ~padded.any(2)
     system.diagonal(dim1=1, dim2=2)[empty] = 1
     right = torch.where(empty, scales, right)
     factor, info = torch.linalg.cholesky_ex(system)

@@ -50,7 +50,8 @@ class GridRows:
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""
-        return self.scales.repeat_interleave(self.group, 1)[:, : self.weight.shape[1]]
+        columns = self.weight.shape[1]
+        return self.scales.repeat_interleave(min(self.group, columns), 1)[:, :columns]
 
     @property
     def compiled(self) -> bool:
