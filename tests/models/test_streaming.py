@@ -20,6 +20,8 @@ from iobs.models import load, streamed_store
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise.spill import reserve, spilled
 from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.memory_plan import Plan
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.report import read_report
@@ -281,6 +283,21 @@ def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         planned(tmp_path, refused)
+
+
+def test_only_a_checkpoint_on_the_disk_of_the_output_takes_its_room(tmp_path, monkeypatch):
+    plan = Plan(0, 0.0, 0, 0, 1, checkpoint_bytes=1000)
+    assert plan.left_of_checkpoint(None, tmp_path) == 0
+    assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 1000
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "entry").write_bytes(bytes(400))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan.left_of_checkpoint("~/run", tmp_path / "out") == 600
+    disks = {tmp_path / "run": 1, tmp_path / "out": 2}
+    monkeypatch.setattr(
+        memory_plan, "existing", lambda folder: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=disks[folder]))
+    )
+    assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 0
 
 
 def test_prune_directory_writes_companions_and_completion(tmp_path):

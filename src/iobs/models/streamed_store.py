@@ -350,13 +350,12 @@ class StreamedStore(BlockwiseStore):
         return reading, max(directory.writing_bytes(own & keys, dtype) for own in names)
 
     def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
-        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
+        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint on it.
 
         Raises:
             OutputError: the disk, or main memory that was asked to hold the activations, has too little room.
         """
         require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
-        if checkpoint is not None:
-            needed += plan.left_of_checkpoint(checkpoint)
+        needed += plan.left_of_checkpoint(checkpoint, self.output)
         check_output(self.output, needed, replaceable)
