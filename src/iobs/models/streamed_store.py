@@ -34,7 +34,7 @@ from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.batches import Batch, collect, require_known_tokens
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
@@ -169,8 +169,10 @@ class StreamedStore(BlockwiseStore):
     def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
         """Collect and check the batches; those of an iterator or a DataLoader are read one by one into mapped files."""
         if isinstance(data, (Tensor, Mapping, list, tuple)):
-            return collect(data)
-        return collect(data, partial(spilled_batches, self._storage.folder))
+            return super().collected(data)
+        found = collect(data, partial(spilled_batches, self._storage.folder))
+        require_known_tokens(self.model, found)
+        return found
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself: the model cannot be called before its blocks are loaded.
