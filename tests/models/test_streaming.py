@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import ModelError, OutputError
+from iobs.errors import CalibrationError, ModelError, OutputError
 from iobs.models import load, streamed_store
+from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise.spill import reserve, spilled
 from iobs.pruning.calibration.gram import Gram
@@ -298,6 +299,26 @@ def test_only_a_checkpoint_on_the_disk_of_the_output_takes_its_room(tmp_path, mo
         memory_plan, "existing", lambda folder: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=disks[folder]))
     )
     assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 0
+
+
+def test_batch_that_the_model_refuses_is_one_error_before_any_work(tmp_path, monkeypatch):
+    """Also a batch that the allocation would not have read."""
+    families.saved("llama", tmp_path / "model")
+    *good, last = families.language_batches(count=4)
+    odd = {
+        r"batch 3, .*float32: RuntimeError": {"input_ids": last["input_ids"].float()},
+        r"batch 3, .*input_ids": {"tokens": last["input_ids"]},
+        r"batch 3 holds the token id 1000, and the model knows the ids 0 to": {"input_ids": last["input_ids"] + 0},
+    }
+    odd[[*odd][-1]]["input_ids"][-1, -1] = 1000  # not in the first sample
+    monkeypatch.setattr(StreamedModel, "load", lambda *_: pytest.fail("a block is loaded"))
+    for message, batch in odd.items():
+        with (
+            pytest.raises(CalibrationError, match=message),
+            StreamedStore.open(tmp_path / "model", tmp_path / "out") as store,
+        ):
+            iobs.prune(store, [*good, batch], 0.5)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_prune_directory_writes_companions_and_completion(tmp_path):

@@ -25,6 +25,7 @@ from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.replay import StopForward, replaced_blocks
 from iobs.pruning.cost.memory_plan import Plan, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.network.layers import Layer
@@ -34,7 +35,7 @@ from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, require_known_tokens
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
@@ -175,12 +176,15 @@ class StreamedStore(BlockwiseStore):
         return found
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
-        """The selection itself: the model cannot be called before its blocks are loaded.
+        """The selection itself, after a check that every kind of batches reaches the blocks, which are not loaded yet.
 
         Raises:
+            CalibrationError: the model does not take a batch.
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
+        with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
+            require_all_accepted(self.model, batches, (StopForward,))
         self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
         self._storage.place = cast(Place, self._run.plan.streams)
         return selection
@@ -361,3 +365,8 @@ class StreamedStore(BlockwiseStore):
         needed = plan.model_bytes + current().size * plan.spilled_bytes
         needed += plan.left_of_checkpoint(checkpoint, self.output)
         check_output(self.output, needed, replaceable)
+
+
+def _reached(position: int, args: object, kwargs: object) -> object:
+    """In place of the first block: end the forward pass."""
+    raise StopForward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -299,8 +300,13 @@ def _embedding_of(model: nn.Module) -> nn.Embedding | None:
 
 
 @torch.no_grad()
-def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
+def require_all_accepted(model: nn.Module, batches: Sequence[Batch], ends: tuple[type[Exception], ...] = ()) -> None:
     """Call the model on the first sample of one batch of each kind; kinds differ in shapes or dtypes.
+
+    Args:
+        model: the model.
+        batches: calibration data.
+        ends: exceptions by which the caller ends a call early.
 
     Raises:
         CalibrationError: the model rejects a batch; names its number, its shapes and the model's own error.
@@ -311,4 +317,5 @@ def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
         if kind in checked:
             continue
         checked.add(kind)
-        called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)
+        with suppress(*ends):
+            called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)
