@@ -180,12 +180,14 @@ class StreamedStore(BlockwiseStore):
 
         Raises:
             CalibrationError: the model does not take a batch.
+            NonFiniteError: a weight holds NaN or infinity.
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
         with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
             require_all_accepted(self.model, batches, (StopForward,))
         self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self.streamed.require_finite(selection.layers)
         self._storage.place = cast(Place, self._run.plan.streams)
         return selection
 
