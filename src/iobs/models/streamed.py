@@ -83,7 +83,7 @@ class StreamedModel:
         outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
-        _tie(module)
+        _tie(module, directory)
         _require_own_parameters(module, blocks)
         _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
@@ -301,6 +301,10 @@ def _move_buffers(module: nn.Module, device: str) -> None:
             holder._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def _tie(module: nn.Module) -> None:
-    """Tie weights: the files hold shared weights once."""
-    module.tie_weights()  # type: ignore[operator]
+def _tie(module: nn.Module, directory: Directory) -> None:
+    """Tie weights as transformers does when it loads files, which may hold shared weights once, under either name.
+
+    Weights that the files hold twice, with other values, are not tied, whatever the configuration says.
+    """
+    missing = {name for name in module.state_dict() if name not in directory.entries}
+    module.tie_weights(missing_keys=missing, recompute_mapping=False)  # type: ignore[operator]
