@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
 from iobs.models import load
+from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
 
@@ -78,7 +79,8 @@ def test_store_refuses_a_second_run(tmp_path):
         iobs.prune(stores[0], data, 0.5, "one-shot")
 
 
-def test_layer_with_a_nonfinite_weight_is_named(tmp_path):
+def test_layer_with_a_nonfinite_weight_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(StreamedStore, "enter", lambda *_: pytest.fail("the run has begun"))
     model = families.saved("llama", tmp_path / "model")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
@@ -143,6 +145,21 @@ def test_missing_head_is_refused_if_it_is_not_tied(tmp_path):
     save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 weights, lm_head\.weight"):
         prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.Unstructured(0.5))
+
+
+@pytest.mark.parametrize("stored", ["both", "embedding", "head"])
+def test_weights_are_tied_as_in_memory(stored, tmp_path):
+    """A head that was trained apart stays apart, though the configuration ties it."""
+    families.saved("llama", tmp_path / "model", torch.float32)
+    config, file = tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
+    names = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    gone = {name for kind, name in names.items() if stored not in (kind, "both")}
+    save_file({name: value for name, value in load_file(file).items() if name not in gone}, file, {"format": "pt"})
+    expected, found = load(tmp_path / "model").module, StreamedModel.open(tmp_path / "model").module
+    for name in names.values():
+        assert torch.equal(found.get_parameter(name), expected.get_parameter(name))
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == (stored != "both")
 
 
 def test_tensor_names_of_another_layout_are_refused(tmp_path):

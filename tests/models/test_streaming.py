@@ -15,11 +15,14 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.errors import ModelError, OutputError
+from iobs.errors import CalibrationError, ModelError, OutputError
 from iobs.models import load, streamed_store
+from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise.spill import reserve, spilled
 from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.cost import memory_plan
+from iobs.pruning.cost.memory_plan import Plan
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.report import read_report
@@ -281,6 +284,41 @@ def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         planned(tmp_path, refused)
+
+
+def test_only_a_checkpoint_on_the_disk_of_the_output_takes_its_room(tmp_path, monkeypatch):
+    plan = Plan(0, 0.0, 0, 0, 1, checkpoint_bytes=1000)
+    assert plan.left_of_checkpoint(None, tmp_path) == 0
+    assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 1000
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "entry").write_bytes(bytes(400))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan.left_of_checkpoint("~/run", tmp_path / "out") == 600
+    disks = {tmp_path / "run": 1, tmp_path / "out": 2}
+    monkeypatch.setattr(
+        memory_plan, "existing", lambda folder: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=disks[folder]))
+    )
+    assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 0
+
+
+def test_batch_that_the_model_refuses_is_one_error_before_any_work(tmp_path, monkeypatch):
+    """Also a batch that the allocation would not have read."""
+    families.saved("llama", tmp_path / "model")
+    *good, last = families.language_batches(count=4)
+    odd = {
+        r"batch 3, .*float32: RuntimeError": {"input_ids": last["input_ids"].float()},
+        r"batch 3, .*input_ids": {"tokens": last["input_ids"]},
+        r"batch 3 holds the token id 1000, and the model knows the ids 0 to": {"input_ids": last["input_ids"] + 0},
+    }
+    odd[[*odd][-1]]["input_ids"][-1, -1] = 1000  # not in the first sample
+    monkeypatch.setattr(StreamedModel, "load", lambda *_: pytest.fail("a block is loaded"))
+    for message, batch in odd.items():
+        with (
+            pytest.raises(CalibrationError, match=message),
+            StreamedStore.open(tmp_path / "model", tmp_path / "out") as store,
+        ):
+            iobs.prune(store, [*good, batch], 0.5)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_prune_directory_writes_companions_and_completion(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import LayerSelectionError, ModelError
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
 from iobs.models.halves import native
 from iobs.models.output import expanded
@@ -22,7 +22,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
-from iobs.pruning.network.layers import find_layers
+from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, select, unobserved
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
@@ -83,7 +83,7 @@ class StreamedModel:
         outside = [name for name in directory.entries if not name.startswith(prefixes) and name not in surplus]
         _move_buffers(module, device)
         _fill(module, directory.read(outside, device, mapped=True))
-        _tie(module)
+        _tie(module, directory)
         _require_own_parameters(module, blocks)
         _widen_products(module, prefixes, torch.device(device))
         parameters = module.named_parameters(remove_duplicate=False)
@@ -125,6 +125,21 @@ class StreamedModel:
                 "others, or prune the model in memory."
             )
         return Selection(layers, {**unobserved(chosen.skipped), **dropped})
+
+    def require_finite(self, layers: Sequence[Layer]) -> None:
+        """Check every entry of the weights of layers in the files, one tensor after another.
+
+        This reads the files once. A run would meet the last block after hours.
+
+        Raises:
+            NonFiniteError: an entry is NaN or infinite; names the layer, or the first expert of a parameter.
+        """
+        named = {layer.key: layer.name for layer in reversed(layers)}
+        for key, weight in self.directory.read([*named], mapped=True):
+            if not bool(torch.isfinite(weight).all()):
+                raise NonFiniteError(
+                    f"The weight of layer {named[key]!r} holds NaN or infinity; repair the model first."
+                )
 
     def names(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
@@ -286,6 +301,10 @@ def _move_buffers(module: nn.Module, device: str) -> None:
             holder._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def _tie(module: nn.Module) -> None:
-    """Tie weights: the files hold shared weights once."""
-    module.tie_weights()  # type: ignore[operator]
+def _tie(module: nn.Module, directory: Directory) -> None:
+    """Tie weights as transformers does when it loads files, which may hold shared weights once, under either name.
+
+    Weights that the files hold twice, with other values, are not tied, whatever the configuration says.
+    """
+    missing = {name for name in module.state_dict() if name not in directory.entries}
+    module.tie_weights(missing_keys=missing, recompute_mapping=False)  # type: ignore[operator]

@@ -25,6 +25,7 @@ from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.replay import StopForward, replaced_blocks
 from iobs.pruning.cost.memory_plan import Plan, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.network.layers import Layer
@@ -34,7 +35,7 @@ from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
@@ -169,17 +170,24 @@ class StreamedStore(BlockwiseStore):
     def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
         """Collect and check the batches; those of an iterator or a DataLoader are read one by one into mapped files."""
         if isinstance(data, (Tensor, Mapping, list, tuple)):
-            return collect(data)
-        return collect(data, partial(spilled_batches, self._storage.folder))
+            return super().collected(data)
+        found = collect(data, partial(spilled_batches, self._storage.folder))
+        require_known_tokens(self.model, found)
+        return found
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
-        """The selection itself: the model cannot be called before its blocks are loaded.
+        """The selection itself, after a check that every kind of batches reaches the blocks, which are not loaded yet.
 
         Raises:
+            CalibrationError: the model does not take a batch.
+            NonFiniteError: a weight holds NaN or infinity.
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
+        with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
+            require_all_accepted(self.model, batches, (StopForward,))
         self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self.streamed.require_finite(selection.layers)
         self._storage.place = cast(Place, self._run.plan.streams)
         return selection
 
@@ -350,13 +358,17 @@ class StreamedStore(BlockwiseStore):
         return reading, max(directory.writing_bytes(own & keys, dtype) for own in names)
 
     def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
-        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint beside it.
+        """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint on it.
 
         Raises:
             OutputError: the disk, or main memory that was asked to hold the activations, has too little room.
         """
         require_place(self.streams, plan.streams_bytes, available() // current().size)
         needed = plan.model_bytes + current().size * plan.spilled_bytes
-        if checkpoint is not None:
-            needed += plan.left_of_checkpoint(checkpoint)
+        needed += plan.left_of_checkpoint(checkpoint, self.output)
         check_output(self.output, needed, replaceable)
+
+
+def _reached(position: int, args: object, kwargs: object) -> object:
+    """In place of the first block: end the forward pass."""
+    raise StopForward

@@ -24,7 +24,7 @@ from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch
-from iobs.pruning.samples.batches import Batch, collect, require_all_accepted
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
 
 Names = str | Sequence[str] | None
 
@@ -94,8 +94,14 @@ class Store(InMemory):
         return select(self.model, include, ignore, depthwise=depthwise)
 
     def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
-        """Collect and check the calibration batches; errors as in `samples.batches.collect`."""
-        return collect(data)
+        """Collect and check the calibration batches.
+
+        Raises:
+            CalibrationError, NonFiniteError: as in `samples.batches.collect`, or the model does not know a token id.
+        """
+        found = collect(data)
+        require_known_tokens(self.model, found)
+        return found
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.

@@ -1,6 +1,9 @@
 """Checkpoints: fingerprints of runs, locks, damaged entries, full disks."""
 
 import copy
+import errno
+import os
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -184,6 +187,25 @@ def test_checkpoint_keeps_earlier_entries_if_the_disk_is_full(tmp_path):
     again = DiskCheckpoint(tmp_path, {})
     assert "a" in again
     assert "b" not in again
+
+
+@pytest.mark.parametrize(("code", "works"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_checkpoint_needs_no_sync_of_directories(code, works, tmp_path, monkeypatch):
+    """Some network and shared folders refuse it; other failures are errors."""
+    sync = os.fsync
+
+    def of_files(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    if not works:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            DiskCheckpoint(tmp_path, {})
+        return
+    DiskCheckpoint(tmp_path, {}).put("a", {"x": torch.ones(2)}, {})
+    assert "a" in DiskCheckpoint(tmp_path, {})
 
 
 def test_fingerprint_distinguishes_functions_of_one_name():

@@ -87,6 +87,19 @@ def test_require_all_accepted_names_the_batch_that_does_not_fit(odd):
     assert len(calls) <= 2, "one of a kind is enough"
 
 
+@pytest.mark.parametrize("number", [-1, 48])
+def test_tokens_that_the_model_does_not_know_are_refused_before_it_is_called(number):
+    """On a GPU the call would end in an error that no tensor of the process outlives."""
+    network, data = families.build("llama")
+    data[1]["input_ids"][-1, -1] = number
+    network.register_forward_pre_hook(lambda *_: pytest.fail("the model is called"))
+    with pytest.raises(CalibrationError, match=rf"batch 1 holds the token id {number}, .*ids 0 to 47\..*resize_token"):
+        iobs.prune(network, data, 0.5, "one-shot")
+    of_pictures = [{**batch, "pixel_values": torch.zeros(len(batch["input_ids"]), 1)} for batch in data]
+    batches.require_known_tokens(network, of_pictures)  # a model replaces the ids of pictures
+    batches.require_known_tokens(nn.Embedding(4, 2), data)
+
+
 def test_split_separates_heldout_samples():
     fit, heldout = split(Samples.of(data_batches.collect(perceptron_batches())), 0.25, 3)
     assert (fit.samples, heldout.samples) == (48, 16)

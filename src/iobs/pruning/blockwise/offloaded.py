@@ -31,7 +31,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.runtime.memory import MemoryWatch, available
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import existing, scratch_folder
+from iobs.pruning.runtime.scratch import scratch_folder
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
@@ -194,9 +194,8 @@ class OffloadedStore(BlockwiseStore):
             )
         assert self._plan is not None
         require_place(self.streams, self._plan.streams_bytes, free and max(1, free - copied))
-        place, needed = self._storage.folder, current().size * self._plan.spilled_bytes
-        if checkpoint is not None and existing(Path(checkpoint)).stat().st_dev == place.stat().st_dev:
-            needed += self._plan.left_of_checkpoint(checkpoint)
+        place = self._storage.folder
+        needed = current().size * self._plan.spilled_bytes + self._plan.left_of_checkpoint(checkpoint, place)
         left = shutil.disk_usage(place).free
         if self._plan.spilled_bytes and left < needed:
             raise OutputError(

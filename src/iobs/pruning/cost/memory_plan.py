@@ -17,6 +17,7 @@ from iobs.pruning.cost.phases import Work, phases, swept
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current
+from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 
@@ -74,9 +75,16 @@ class Plan:
             spilled_bytes=self.grams_bytes + (self.streams_bytes if place == "disk" else 0),
         )
 
-    def left_of_checkpoint(self, folder: str | Path) -> int:
-        """Bytes that a checkpoint will still take, beside the files that are there."""
-        written = sum(entry.stat().st_size for entry in Path(folder).glob("*") if entry.is_file())
+    def left_of_checkpoint(self, folder: str | Path | None, place: Path) -> int:
+        """Bytes that a checkpoint will still take on the disk of `place`, beside the files that are there.
+
+        Args:
+            folder: of the checkpoint, or None.
+            place: a folder, which need not exist yet.
+        """
+        if folder is None or existing(folder).stat().st_dev != existing(place).stat().st_dev:
+            return 0
+        written = sum(entry.stat().st_size for entry in Path(folder).expanduser().glob("*") if entry.is_file())
         return max(0, self.checkpoint_bytes - written)
 
 

@@ -7,6 +7,7 @@ therefore ends in the same bits as an uninterrupted one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -263,12 +264,18 @@ def _is_leftover(entry: Path) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make sure that the names of new files are on the disk; Windows cannot open a directory, and does so itself."""
+    """Make sure that the names of new files are on the disk, where the file system can do so.
+
+    Windows cannot open a directory, and does so itself. Some network and shared folders sync files alone.
+    """
     if sys.platform == "win32":
         return
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

@@ -78,9 +78,9 @@ def require_free(place: Path, needed_bytes: int) -> None:
         )
 
 
-def existing(folder: Path) -> Path:
-    """The folder itself, or the nearest of its parents that exists."""
-    path = Path(os.path.realpath(folder))
+def existing(folder: str | Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
+    path = Path(os.path.realpath(os.path.expanduser(folder)))
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 

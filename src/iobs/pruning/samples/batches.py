@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_m
 Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _NESTED = (Tensor, Mapping, tuple, list)  # what may hold tensors inside a batch
+_TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}  # of batches of text alone
 
 AT_ONCE = 2048  # most positions of text in a forward pass of a large model whose logits or gradients are kept
 
@@ -262,9 +264,49 @@ def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> 
         raise kind(f"The model cannot take {name}: {type(error).__name__}: {error}") from error
 
 
+def require_known_tokens(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Check that the embedding of a language model has a row for every token id of batches of text.
+
+    Models may replace the ids of images or sounds, so only batches of text alone are checked. On a GPU an unknown id is
+    an error that no tensor of the process outlives.
+
+    Raises:
+        CalibrationError: it has not; names the batch.
+    """
+    embedding = _embedding_of(model)
+    if embedding is None:
+        return
+    for number, batch in enumerate(batches):
+        given = inputs(batch)
+        ids = given.get("input_ids") if isinstance(given, Mapping) and given.keys() <= _TEXT else None
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+            continue
+        least, most = (int(value) for value in ids.aminmax())
+        if least < 0 or most >= embedding.num_embeddings:
+            raise CalibrationError(
+                f"Calibration batch {number} holds the token id {least if least < 0 else most}, and the model knows "
+                f"the ids 0 to {embedding.num_embeddings - 1}. Take the model's own tokenizer; after adding a token to "
+                "it, such as one for padding, call model.resize_token_embeddings."
+            )
+
+
+def _embedding_of(model: nn.Module) -> nn.Embedding | None:
+    """The embedding of tokens that a model of transformers states; None for other models."""
+    try:
+        found = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return found if isinstance(found, nn.Embedding) else None
+
+
 @torch.no_grad()
-def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
+def require_all_accepted(model: nn.Module, batches: Sequence[Batch], ends: tuple[type[Exception], ...] = ()) -> None:
     """Call the model on the first sample of one batch of each kind; kinds differ in shapes or dtypes.
+
+    Args:
+        model: the model.
+        batches: calibration data.
+        ends: exceptions by which the caller ends a call early.
 
     Raises:
         CalibrationError: the model rejects a batch; names its number, its shapes and the model's own error.
@@ -275,4 +317,5 @@ def require_all_accepted(model: nn.Module, batches: Sequence[Batch]) -> None:
         if kind in checked:
             continue
         checked.add(kind)
-        called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)
+        with suppress(*ends):
+            called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)
