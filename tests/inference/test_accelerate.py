@@ -12,7 +12,7 @@ from iobs.errors import ModelError, NonFiniteError, ProblemError
 from iobs.inference import choices as module
 from iobs.inference import cpu
 from iobs.inference.formats import FORMATS, store
-from iobs.inference.modules import StoredConv, StoredLinear, table_with_matrix
+from iobs.inference.modules import StoredConv, StoredLinear, stored, table_with_matrix
 
 
 @pytest.fixture
@@ -59,6 +59,18 @@ def test_convolutions_of_size_one_are_replaced_with_an_example(fastest):
     assert isinstance(model[0], StoredConv)
     assert type(model[2]) is nn.Conv2d
     torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "bitmask-int4"])
+def test_tensors_that_are_loaded_after_a_product_are_multiplied(name, assign):
+    torch.manual_seed(0)
+    before, after = nn.Linear(64, 8, bias=False), nn.Linear(64, 8, bias=False)
+    after.weight.data.pow_(3)
+    form, other, given = stored(before, name), stored(after, name), torch.randn(1, 64)
+    form(given)
+    form.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(form(given), other(given))
 
 
 def test_copies_pickles_and_state_dicts_compute_the_same(fastest):

@@ -96,6 +96,10 @@ class StoredLayer(nn.Module):
             )
             return
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was made of the tensors before others were loaded."""
 
     def extra_repr(self) -> str:
         """Shape and format."""
@@ -178,6 +182,9 @@ class StoredLinear(StoredLayer):
     def use_threads(self, threads: int) -> None:
         """Set the number of threads of a product."""
         self.threads, self._product = threads, None
+
+    def _forget(self) -> None:
+        self._product = None
 
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
