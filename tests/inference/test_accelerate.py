@@ -61,6 +61,17 @@ def test_convolutions_of_size_one_are_replaced_with_an_example(fastest):
     torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
 
 
+def test_convolutions_of_other_classes_stay_dense(fastest):
+    class Standardised(nn.Conv2d):
+        def forward(self, given):
+            return nn.functional.conv2d(given, self.weight - self.weight.mean(), self.bias)
+
+    model, given = nn.Sequential(Standardised(128, 256, 1)).eval(), torch.randn(1, 128, 3, 3)
+    before = model(given)
+    assert not iobs.accelerate(model, given).choices
+    assert torch.equal(model(given), before)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "bitmask-int4"])
 def test_tensors_that_are_loaded_after_a_product_are_multiplied(name, assign):

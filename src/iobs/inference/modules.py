@@ -248,7 +248,7 @@ def can_store(module: nn.Module) -> bool:
 
     A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
     """
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # a class of its own may compute something else
         return type(module) is nn.Linear and not is_form(module)
     single = set(module.kernel_size) == {1} and module.groups == 1
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}
