@@ -61,6 +61,17 @@ def test_convolutions_of_size_one_are_replaced_with_an_example(fastest):
     torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
 
 
+def test_a_convolution_takes_one_sample_without_a_batch(fastest):
+    torch.manual_seed(0)
+    model, given = nn.Sequential(nn.Conv2d(128, 256, 1, stride=2)).eval(), torch.randn(128, 9, 7)
+    before = model(given)
+    found = iobs.accelerate(model, given, precision="bf16", threads=1)
+    assert isinstance(model[0], StoredConv)
+    assert found.choices[0].tokens == 20
+    torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
+    assert torch.equal(model(given[None])[0], model(given))
+
+
 def test_convolutions_of_other_classes_stay_dense(fastest):
     class Standardised(nn.Conv2d):
         def forward(self, given):

@@ -212,10 +212,10 @@ class StoredConv(StoredLinear):
         self.stride = stride
 
     def forward(self, given: Tensor) -> Tensor:
-        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...)."""
-        for dimension, stride in enumerate(self.stride, start=2):
-            given = given[(slice(None),) * dimension + (slice(None, None, stride),)]
-        return super().forward(given.movedim(1, -1)).movedim(-1, 1)
+        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample."""
+        given = given[(..., *(slice(None, None, stride) for stride in self.stride))]
+        channels = -1 - len(self.stride)  # counted from the end: one sample has no dimension before it
+        return super().forward(given.movedim(channels, -1)).movedim(-1, channels)
 
 
 @torch.no_grad()
