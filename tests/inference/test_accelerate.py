@@ -83,6 +83,11 @@ def test_convolutions_of_other_classes_stay_dense(fastest):
     assert torch.equal(model(given), before)
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(6, 3), nn.Conv1d(6, 3, 1, stride=3), nn.Conv2d(6, 3, 1, stride=2)])
+def test_timed_products_have_the_tokens_that_they_are_said_to_have(layer):
+    assert layer(module._activations(layer, 8)).numel() == 8 * 3
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "bitmask-int4"])
 def test_tensors_that_are_loaded_after_a_product_are_multiplied(name, assign):
