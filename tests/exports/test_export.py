@@ -11,7 +11,9 @@ import iobs
 from iobs.cli import app
 from iobs.cli.export import NAMES
 from iobs.errors import ModelError, NonFiniteError, OutputError
-from iobs.exports import TARGETS
+from iobs.exports import TARGETS, to_compressed_tensors
+from iobs.exports.graph import inputs_of
+from iobs.exports.source import source_of
 from iobs.exports.values import exact_codes, nearest_codes
 
 
@@ -118,3 +120,27 @@ def test_module_without_known_inputs_is_told_to_give_an_example(tmp_path, target
     with pytest.raises(ModelError, match=r"iobs\.export\(model, directory, target, example=inputs\)"):
         iobs.export(torch.nn.Linear(4, 4), tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
+
+
+def test_configuration_that_tells_no_inputs_is_told_to_give_an_example():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+    with pytest.raises(ModelError, match="inputs of this model are unknown"):
+        inputs_of(source_of(transformers.ResNetModel(config), None, None))
+
+
+def test_projections_in_one_parameter_become_no_codes(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    class Pooled(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.attention = torch.nn.MultiheadAttention(8, 2)
+
+    monkeypatch.setattr(to_compressed_tensors, "needed", lambda *_: None)
+    source = source_of(Pooled(transformers.PretrainedConfig()), None, None)
+    assert "attention.in_proj_weight" in source.matrices()
+    with pytest.raises(ModelError, match="on a grid"):
+        to_compressed_tensors.write_compressed_tensors(source, tmp_path)

@@ -12,7 +12,7 @@ from iobs.errors import ModelError, NonFiniteError, ProblemError
 from iobs.inference import choices as module
 from iobs.inference import cpu
 from iobs.inference.formats import FORMATS, store
-from iobs.inference.modules import StoredConv, StoredLinear, table_with_matrix
+from iobs.inference.modules import StoredConv, StoredLinear, stored, table_with_matrix
 
 
 @pytest.fixture
@@ -59,6 +59,45 @@ def test_convolutions_of_size_one_are_replaced_with_an_example(fastest):
     assert isinstance(model[0], StoredConv)
     assert type(model[2]) is nn.Conv2d
     torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
+
+
+def test_a_convolution_takes_one_sample_without_a_batch(fastest):
+    torch.manual_seed(0)
+    model, given = nn.Sequential(nn.Conv2d(128, 256, 1, stride=2)).eval(), torch.randn(128, 9, 7)
+    before = model(given)
+    found = iobs.accelerate(model, given, precision="bf16", threads=1)
+    assert isinstance(model[0], StoredConv)
+    assert found.choices[0].tokens == 20
+    torch.testing.assert_close(model(given), before, rtol=2e-2, atol=2e-2)
+    assert torch.equal(model(given[None])[0], model(given))
+
+
+def test_convolutions_of_other_classes_stay_dense(fastest):
+    class Standardised(nn.Conv2d):
+        def forward(self, given):
+            return nn.functional.conv2d(given, self.weight - self.weight.mean(), self.bias)
+
+    model, given = nn.Sequential(Standardised(128, 256, 1)).eval(), torch.randn(1, 128, 3, 3)
+    before = model(given)
+    assert not iobs.accelerate(model, given).choices
+    assert torch.equal(model(given), before)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 3), nn.Conv1d(6, 3, 1, stride=3), nn.Conv2d(6, 3, 1, stride=2)])
+def test_timed_products_have_the_tokens_that_they_are_said_to_have(layer):
+    assert layer(module._activations(layer, 8)).numel() == 8 * 3
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "bitmask-int4"])
+def test_tensors_that_are_loaded_after_a_product_are_multiplied(name, assign):
+    torch.manual_seed(0)
+    before, after = nn.Linear(64, 8, bias=False), nn.Linear(64, 8, bias=False)
+    after.weight.data.pow_(3)
+    form, other, given = stored(before, name), stored(after, name), torch.randn(1, 64)
+    form(given)
+    form.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(form(given), other(given))
 
 
 def test_copies_pickles_and_state_dicts_compute_the_same(fastest):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from iobs.errors import ModelError, ProblemError
-from iobs.inference.formats import FORMATS, StoredMatrix, fitted_levels, require_valid, store
+from iobs.inference.formats import FORMATS, PADDING, StoredMatrix, fitted_levels, require_valid, store
 
 TOLERANCE = {"bf16": 4e-3, "index-bf16": 4e-3, "bitmask-bf16": 4e-3, "int8": 1e-2, "bitmask-int8": 1e-2}
 
@@ -121,6 +121,16 @@ def test_columns_that_do_not_ascend_are_refused():
     indices[[3, 4]] = indices[[4, 3]]
     with pytest.raises(ModelError, match="indices"):
         require_valid(altered(matrix, indices=indices))
+
+
+def test_negative_zeros_are_entries_with_a_column():
+    """Kernels skip entries of zero bits alone; -0.0 with a column before the last one was written outside of memory."""
+    matrix = store(torch.ones(2, 40), "index-bf16")
+    indices, values = matrix.tensors["indices"].clone(), matrix.tensors["values"].clone()
+    indices[[3, 4]] = indices[[4, 3]]
+    values[:-PADDING].view(torch.bfloat16)[4] = -0.0
+    with pytest.raises(ModelError, match="indices"):
+        require_valid(altered(matrix, indices=indices, values=values))
 
 
 @pytest.mark.parametrize("name", FORMATS)

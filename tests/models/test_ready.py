@@ -84,6 +84,13 @@ def test_an_output_head_in_sixteen_bits_is_stored_where_kernels_read_it():
     assert [one.format for _, one in stored_matrices(nn.Sequential(table, head), "bf16")] == ["bf16", "bf16"]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_layers_without_entries_stay_dense(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 96), nn.Linear(96, 64))
+    assert [name for name, _ in stored_matrices(model, "int8")] == ["2"]
+    assert iobs.save_packed(model, tmp_path / "packed", precision="int8").is_dir()
+
+
 def test_formats_are_chosen_by_their_bytes():
     """The estimate leaves out fillers (at most 15 entries a row) and entries that round to zero."""
     weight = torch.randn(40, 256)

@@ -42,9 +42,9 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
     groups: dict[str, list[str]] = {}
     for name, transposed in source.matrices().items():
         weight = state[name].detach().cpu()
-        layer = name.removesuffix(".weight")
+        layer, _, own = name.rpartition(".")  # of nn.MultiheadAttention it is in_proj_weight
         codes = None
-        if not transposed and isinstance(module.get_submodule(layer), nn.Linear):
+        if own == "weight" and not transposed and isinstance(module.get_submodule(layer), nn.Linear):
             codes = found_codes(weight, source.bits, whole=True)
         if codes is None:
             written.append(Written.of(name, str(weight.dtype).removeprefix("torch."), weight, weight))

@@ -365,8 +365,10 @@ def _activations(layer: nn.Module, tokens: int) -> Tensor:
     given = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     if isinstance(layer, nn.Linear):
         return given
-    spatial = len(layer.stride)  # type: ignore[arg-type]
-    return given.t().reshape(1, weight.shape[1], *[1] * (spatial - 1), tokens)
+    strides: tuple[int, ...] = layer.stride  # type: ignore[assignment]
+    spread = given.new_zeros(weight.shape[1], (tokens - 1) * strides[-1] + 1)  # a stride leaves some positions out
+    spread[:, :: strides[-1]] = given.t()
+    return spread.reshape(1, weight.shape[1], *[1] * (len(strides) - 1), -1)
 
 
 @torch.no_grad()

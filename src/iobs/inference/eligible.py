@@ -45,8 +45,7 @@ def tokens_seen(model: nn.Module, layers: Mapping[str, nn.Module], example: obje
 
     def counting(name: str) -> Callable[..., None]:
         def count(_: nn.Module, __: object, output: Tensor) -> None:
-            channels = output.shape[-1] if isinstance(layers[name], nn.Linear) else output.shape[1]
-            found[name] = max(found.get(name, 1), output.numel() // channels)
+            found[name] = max(found.get(name, 1), output.numel() // len(matrix_of(layers[name])))
 
         return count
 

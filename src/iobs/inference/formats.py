@@ -385,7 +385,7 @@ def require_valid(matrix: StoredMatrix) -> None:
     require(2 * (len(given["indices"]) - PADDING // 2) == length, "indices")
     columns = given["indices"].long() & 0xFFFF
     require(int(columns.max()) < matrix.columns, "indices")
-    entries = given["values"][:length].view(torch.bfloat16) != 0
+    entries = given["values"][:length].view(torch.int16) != 0  # of the bits, as in kernels: -0.0 is no filler
     row = torch.repeat_interleave(torch.arange(rows), starts.diff() // 2)
     places = (row * MOST_COLUMNS + columns[: length // 2])[entries]
     require(bool((places.diff() > 0).all()), "indices")  # the columns of a row ascend

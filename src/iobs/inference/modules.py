@@ -96,6 +96,10 @@ class StoredLayer(nn.Module):
             )
             return
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was made of the tensors before others were loaded."""
 
     def extra_repr(self) -> str:
         """Shape and format."""
@@ -179,6 +183,9 @@ class StoredLinear(StoredLayer):
         """Set the number of threads of a product."""
         self.threads, self._product = threads, None
 
+    def _forget(self) -> None:
+        self._product = None
+
     def __getstate__(self) -> dict[str, object]:
         # Addresses of the product belong to this copy of the tensors.
         return {**self.__dict__, "_product": None}
@@ -205,10 +212,10 @@ class StoredConv(StoredLinear):
         self.stride = stride
 
     def forward(self, given: Tensor) -> Tensor:
-        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...)."""
-        for dimension, stride in enumerate(self.stride, start=2):
-            given = given[(slice(None),) * dimension + (slice(None, None, stride),)]
-        return super().forward(given.movedim(1, -1)).movedim(-1, 1)
+        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample."""
+        given = given[(..., *(slice(None, None, stride) for stride in self.stride))]
+        channels = -1 - len(self.stride)  # counted from the end: one sample has no dimension before it
+        return super().forward(given.movedim(channels, -1)).movedim(-1, channels)
 
 
 @torch.no_grad()
@@ -241,7 +248,7 @@ def can_store(module: nn.Module) -> bool:
 
     A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
     """
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # a class of its own may compute something else
         return type(module) is nn.Linear and not is_form(module)
     single = set(module.kernel_size) == {1} and module.groups == 1
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}

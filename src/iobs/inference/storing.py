@@ -66,7 +66,7 @@ def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[st
     """
     multiplied = {id(layer.weight) for layer in model.modules() if can_store(layer)}
     for name, layer in model.named_modules():
-        if can_store(layer) or is_table(layer):
+        if (can_store(layer) or is_table(layer)) and matrix_of(layer).numel():  # else there is nothing to store
             require_finite({name: layer})
             form = smallest_format(matrix_of(layer), precision, ties=id(layer.weight) in multiplied)
             if form is not None:
