@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ _WIDE = 1000
 
 def at_home(path: Path | None) -> Path | None:
     """Expand "~" in a path option, as in MODEL: shells do not expand it in --output=~/x."""
-    return None if path is None else path.expanduser()
+    # Path.expanduser would fail for a user that does not exist; such a name may be that of a file.
+    return None if path is None else Path(os.path.expanduser(path))
 
 
 def output_console() -> Console:

@@ -19,6 +19,7 @@ def evaluate(
     questions: Annotated[
         Path | None,
         typer.Option(
+            callback=console.at_home,
             metavar="FILE",
             help="Multiple-choice questions as in MMLU: .jsonl(.gz) with split, subject, question, choices, answer.",
             show_default=False,

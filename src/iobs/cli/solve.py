@@ -115,7 +115,12 @@ def solve(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot the score and coefficients for every k to this file.", show_default=False)
+        Path | None,
+        typer.Option(
+            callback=console.at_home,
+            help="Plot the score and coefficients for every k to this file.",
+            show_default=False,
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -286,7 +287,7 @@ class Report:
         Raises:
             OutputError: another ending, or the file cannot be written.
         """
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         if file.suffix.lower() not in (".html", ".json", ".csv"):
             raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
         try:
