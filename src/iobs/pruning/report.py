@@ -291,7 +291,8 @@ class Report:
         if file.suffix.lower() not in (".html", ".json", ".csv"):
             raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
         try:
-            file.write_text(self._rendered(file.suffix.lower()), encoding="utf8")
+            # A name that is no UTF-8 is shown with escapes: it must not cost the result of a long run.
+            file.write_text(self._rendered(file.suffix.lower()), encoding="utf8", errors="backslashreplace")
         except OSError as error:
             raise OutputError(f"{path} cannot be written: {error.strerror or error}.") from error
 
