@@ -1,5 +1,6 @@
 """Help, console output and paths in options."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,11 @@ def test_home_of_an_unknown_user_is_the_name_of_a_file(run, tmp_path, monkeypatc
     assert "cannot be read" in one_error(run("prune", "--recipe", "~nobody-here/recipe.yaml", *output, code=2))
     monkeypatch.setattr("sys.argv", ["iobs", "prune", "--ignore", "~nobody-here*"])
     assert command.shown() == "iobs prune --ignore '~nobody-here*'"
+
+
+def test_signs_that_the_encoding_of_stdout_lacks_are_escaped(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    console.output_console().print("✓ größer")
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"\\u2713 gr\\xf6\\xdfer\n"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
 from iobs.data import fitted
-from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.errors import DataError, ModelError, NonFiniteError, OutputError
 from iobs.optimize.estimators import SparseClassifier
 
 app = typer.Typer()
@@ -118,6 +118,14 @@ def test_classes_are_predicted_by_name_with_probabilities(tmp_path):
     np.testing.assert_allclose(shares, estimator.predict_proba(data.data)[:, 1], atol=1e-6)
     chosen = _run("solve", file, "--target", "kind", "-k", "bic", "--json", "--force", "ash")
     assert "ash" in json.loads(chosen)["path"][0]["features"]
+
+
+def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):
+    _houses(tmp_path / "new.csv", rng, 10)
+    monkeypatch.setattr(fitted.Fitted, "predict", lambda *_: {"größe": [1.0]})
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(OutputError, match="ascii has no 'ö'; write a file with -o"):
+        predict(model=model, data=tmp_path / "new.csv", output=None, quiet=False, as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -35,6 +36,8 @@ def at_home(path: Path | None) -> Path | None:
 
 def output_console() -> Console:
     """Console for results (stdout)."""
+    if isinstance(sys.stdout, TextIOWrapper):  # signs that its encoding lacks are escaped, as Python does on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     return _console(False, _is_terminal(sys.stdout))
 
 
