@@ -171,14 +171,16 @@ def solve(
             model["near_optimal"] = near_optimal.near_optimal(
                 found.objective, found.table.names, found.size, proofs.near, seconds
             )
-    if talk.as_json:
-        console.print_json(model)
-    else:
-        solution_tables.show(found, model)
-    if output is not None:
-        solution.write(output, model)
-    if plot is not None:
-        solution.draw(plot, found)
+    try:  # the files come first: the reader of a pipe, such as head, may end the command while it prints
+        if output is not None:
+            solution.write(output, model)
+        if plot is not None:
+            solution.draw(plot, found)
+    finally:  # a full disk does not cost the table
+        if talk.as_json:
+            console.print_json(model)
+        else:
+            solution_tables.show(found, model)
 
 
 def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
