@@ -120,6 +120,17 @@ def test_classes_are_predicted_by_name_with_probabilities(tmp_path):
     assert "ash" in json.loads(chosen)["path"][0]["features"]
 
 
+def test_files_that_the_commands_read_are_not_replaced(model, rng, tmp_path):
+    _houses(tmp_path / "new.csv", rng, 10)
+    before = (tmp_path / "new.csv").read_text()
+    for file in (tmp_path / "new.csv", model):
+        with pytest.raises(OutputError, match="is read by this command"):
+            _run("predict", model, tmp_path / "new.csv", "-o", file)
+    with pytest.raises(OutputError, match="is read by this command"):
+        _run("solve", tmp_path / "new.csv", "--target", "price", "-o", tmp_path / "new.csv")
+    assert (tmp_path / "new.csv").read_text() == before
+
+
 def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):
     _houses(tmp_path / "new.csv", rng, 10)
     monkeypatch.setattr(fitted.Fitted, "predict", lambda *_: {"größe": [1.0]})

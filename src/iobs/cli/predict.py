@@ -35,6 +35,7 @@ def predict(
     from iobs.data.fitted import Fitted
     from iobs.errors import OutputError
 
+    console.check_files((output,), (model, model / "model.json", data))
     found = Fitted.load(model).predict(data)
     if output is not None:
         try:

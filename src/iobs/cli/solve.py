@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -140,7 +139,7 @@ def solve(
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
         plot = plot.with_suffix(".png")
-    _check_outputs(output, plot)
+    _check_outputs(output, plot, data)
     missing = cast('Literal["error", "drop", "mean"]', columns.missing)
     table = read_table(
         data,
@@ -200,20 +199,15 @@ def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: fl
     return Solution(table, columns.target, loss, objective, fits, chooser, k, sides)
 
 
-def _check_outputs(output: Path | None, plot: Path | None) -> None:
+def _check_outputs(output: Path | None, plot: Path | None, data: Path) -> None:
     """Check that output files can be written, before any work.
 
     Raises:
-        UnusableOutputError: the folder is missing or not writable, or matplotlib cannot draw files with that suffix.
+        UnusableOutputError: as `console.check_files`, or matplotlib cannot draw files with that suffix.
     """
     from iobs.errors import UnusableOutputError
 
-    for file in (output, plot):
-        place = None if file is None else file if file.exists() else file.parent
-        if file is not None and place is not None and (file.is_dir() or not os.access(place, os.W_OK)):
-            raise UnusableOutputError(
-                f"Cannot write {file}: give a file in a folder that exists and can be written to."
-            )
+    console.check_files((output, plot), (data,))
     if plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
