@@ -120,6 +120,18 @@ def test_classes_are_predicted_by_name_with_probabilities(tmp_path):
     assert "ash" in json.loads(chosen)["path"][0]["features"]
 
 
+def test_classes_of_minus_one_and_one_are_predicted_as_they_are_written(rng, tmp_path):
+    file, X = tmp_path / "signs.csv", rng.standard_normal((60, 2))
+    signs = np.where(X[:, 0] + 0.5 * rng.standard_normal(60) > 0, 1, -1)
+    file.write_text("a,b,y\n" + "".join(f"{a},{b},{y}\n" for (a, b), y in zip(X, signs, strict=True)))
+    _run("solve", file, "--loss", "logistic", "-k", 1, "-o", tmp_path / "model.json")
+    found = _run("predict", tmp_path / "model.json", file)
+    predicted = np.array(_column(found, "y"), dtype=float)
+    assert set(predicted) == {-1.0, 1.0}
+    assert (predicted == signs).mean() > 0.7
+    assert "probability of -1" in found
+
+
 def test_files_that_the_commands_read_are_not_replaced(model, rng, tmp_path):
     _houses(tmp_path / "new.csv", rng, 10)
     before = (tmp_path / "new.csv").read_text()

@@ -243,7 +243,7 @@ def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]
     if loss == "logistic" and values.size < 2:
         raise DataError("The target has one value everywhere; there is nothing to tell apart.")
     whole = (values == np.round(values)).all()
-    if loss == "logistic" and not table.classes and whole and not np.isin(values, (-1, 0, 1)).all():
+    if loss == "logistic" and not table.classes and whole and not np.isin(values, (0, 1)).all():
         numbers = np.searchsorted(values, table.y).astype(np.float64)
         table = replace(table, y=numbers, classes=[str(int(value)) for value in values])
     return table, loss
