@@ -130,3 +130,12 @@ def test_pruned_model_is_written_if_scoring_fails(run, classifier, tmp_path, mon
     assert report.notes[-1] == note
     assert not any(metric == "accuracy" for values in report.scores.values() for metric in values)
     assert "50.00 % zeros" in run("inspect", tmp_path / "out").output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("demo",), ("compare",), ("prune", "--dry-run"), ("reproduce", "figure-mnist", "--stand-in")]
+)
+def test_seed_that_torch_does_not_take_is_one_error(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "seed must lie between" in one_error(run(*arguments, "--seed", 2**64, code=2))
+    assert not [*tmp_path.iterdir()]
