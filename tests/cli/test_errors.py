@@ -91,6 +91,7 @@ def test_wrong_usage_exits_with_2(run, tmp_path):
     run("prune", "-o", tmp_path / "out", "--lr", 0.01, code=2)
     run("evaluate", "--dtype", "float3", code=2)
     run("evaluate", "--device", "nonsense", code=2)
+    run("evaluate", "--device", "meta", code=2)  # torch makes tensors there, which hold no numbers
 
 
 def test_interruption_leaves_no_files(run, tmp_path, monkeypatch):
