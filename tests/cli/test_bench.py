@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from checks import one_error
 from torch import nn
 from typer.testing import CliRunner
 
@@ -233,3 +234,9 @@ def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, 
     assert [*benching.measured(workload(EMBEDDED), 1)] == []
     forms = ["float32", "bfloat16", "stored"]
     assert groups == ([[form] for form in forms] if free == 1 else [forms])
+
+
+def test_figure_that_cannot_be_written_is_refused_before_any_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(benching, "measured", lambda *_: pytest.fail("the work began"))
+    figure = tmp_path / "missing" / "speed.svg"
+    assert f"Cannot write {figure}" in one_error(run("bench", tmp_path, "--plot", figure, code=2))

@@ -1,5 +1,6 @@
 """Help, console output and paths in options."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,14 @@ from checks import one_error
 from rich.table import Table
 
 import iobs
-from iobs.cli import COMMANDS, app, console
+from iobs.cli import COMMANDS, app, command, console
 
 
 def test_help_names_every_command(run):
     text = run("--help").output
-    assert all(command in text for command in COMMANDS)
-    for command in COMMANDS:
-        assert "Usage" in run(command, "--help").output
+    assert all(name in text for name in COMMANDS)
+    for name in COMMANDS:
+        assert "Usage" in run(name, "--help").output
     assert "*.mlp.*" in run("prune", "--help").output, "markdown takes lone stars away"
     assert run("--version").output.strip() == f"iobs {iobs.__version__}"
 
@@ -39,13 +40,38 @@ def test_console_prints_names_verbatim(run, tmp_path, capsys):
     assert str(tmp_path / "o [/v1]") in one_error(run("inspect", tmp_path / "o [/v1]", code=2))
 
 
-@pytest.mark.parametrize("command", ["prune", "compare", "demo", "pack", "reproduce", "solve"])
-def test_output_option_expands_the_home_folder(command, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        *((of, "output") for of in ("prune", "compare", "demo", "pack", "reproduce", "solve")),
+        *(("solve", "plot"), ("evaluate", "questions"), ("reproduce", "questions")),
+    ],
+)
+def test_options_of_files_expand_the_home_folder(of, name, tmp_path, monkeypatch):
     from typer.main import get_command
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    parsed = get_command(app).commands[command]
-    (output,) = (option for option in parsed.params if option.name == "output")
+    parsed = get_command(app).commands[of]
+    (output,) = (option for option in parsed.params if option.name == name)
     context = parsed.context_class(parsed)
     assert output.process_value(context, "~/out") == tmp_path / "out"
     assert output.process_value(context, "out") == Path("out")
+    assert output.process_value(context, "~nobody-here/out") == Path("~nobody-here/out")  # no such user: a file's name
+
+
+def test_home_of_an_unknown_user_is_the_name_of_a_file(run, tmp_path, monkeypatch):
+    output = ("-o", tmp_path / "out")
+    assert "~nobody-here/net.py does not exist" in one_error(run("prune", "~nobody-here/net.py:net", *output, code=2))
+    text = one_error(run("prune", "--data", "~nobody-here.txt", *output, code=2))
+    assert "~nobody-here.txt is not a file" in text
+    assert "cannot be read" in one_error(run("prune", "--recipe", "~nobody-here/recipe.yaml", *output, code=2))
+    monkeypatch.setattr("sys.argv", ["iobs", "prune", "--ignore", "~nobody-here*"])
+    assert command.shown() == "iobs prune --ignore '~nobody-here*'"
+
+
+def test_signs_that_the_encoding_of_stdout_lacks_are_escaped(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    console.output_console().print("✓ größer")
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"\\u2713 gr\\xf6\\xdfer\n"

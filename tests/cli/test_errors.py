@@ -91,6 +91,7 @@ def test_wrong_usage_exits_with_2(run, tmp_path):
     run("prune", "-o", tmp_path / "out", "--lr", 0.01, code=2)
     run("evaluate", "--dtype", "float3", code=2)
     run("evaluate", "--device", "nonsense", code=2)
+    run("evaluate", "--device", "meta", code=2)  # torch makes tensors there, which hold no numbers
 
 
 def test_interruption_leaves_no_files(run, tmp_path, monkeypatch):
@@ -130,3 +131,12 @@ def test_pruned_model_is_written_if_scoring_fails(run, classifier, tmp_path, mon
     assert report.notes[-1] == note
     assert not any(metric == "accuracy" for values in report.scores.values() for metric in values)
     assert "50.00 % zeros" in run("inspect", tmp_path / "out").output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("demo",), ("compare",), ("prune", "--dry-run"), ("reproduce", "figure-mnist", "--stand-in")]
+)
+def test_seed_that_torch_does_not_take_is_one_error(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "seed must lie between" in one_error(run(*arguments, "--seed", 2**64, code=2))
+    assert not [*tmp_path.iterdir()]

@@ -16,6 +16,7 @@ def test_evaluate_checks_questions_and_libraries_first(run, tmp_path, monkeypatc
     text = ("evaluate", "--data", tmp_path / "a.txt")
     assert "none.jsonl" in one_error(run(*text, "--questions", tmp_path / "none.jsonl", code=2))
     assert "pip install" in one_error(run(*text, "--tasks", "mmlu", code=2))
+    assert "name at least one" in run(*text, "--tasks", " ,", code=2).stderr
 
 
 def test_evaluate_checks_answer_letters_first(run, tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_inspect_ignores_reports_of_other_programs(run, written):
     assert result.stderr == ""
     for content in ('{"tests": 5}', "[", "[1]"):
         (out / "report.json").write_text(content)
-        result = run("inspect", out)
+        result = run("inspect", out, "--quiet")  # a warning, which it does not hide
         assert "50.00 % zeros" in result.stdout
         assert "promises" not in result.output
         assert f"{out / 'report.json'} is not a report of iobs" in result.stderr

@@ -1,5 +1,7 @@
 """An output that exists is refused before any work; --overwrite replaces one that iobs wrote."""
 
+import shutil
+
 import pytest
 from checks import one_error
 
@@ -44,6 +46,20 @@ def test_overwrite_refuses_the_model_itself(run, arguments, tmp_path):
     run("prune", *arguments)
     out = tmp_path / "out"
     assert "MODEL itself" in run("prune", out, "-o", out, "--overwrite", code=2).stderr
+
+
+def test_overwrite_refuses_a_folder_that_holds_the_model(run, arguments, tmp_path):
+    run("prune", *arguments)
+    out, inner = tmp_path / "out", tmp_path / "out" / "model"
+    shutil.copytree(out, inner)
+    assert "MODEL itself or holds it" in run("prune", inner, "-o", out, "--overwrite", code=2).stderr
+    shutil.copy(tmp_path / "mine.py", inner)
+    assert "holds it" in run("prune", f"{inner / 'mine.py'}:net", "-o", out, "--overwrite", code=2).stderr
+    run("pack", inner, "-o", tmp_path / "out.packed")
+    (tmp_path / "out.packed").rename(out / "packed")
+    (out / "model.packed").touch()
+    assert "holds it" in run("pack", out / "packed", "-o", out, "--overwrite", code=2).stderr
+    assert (inner / "model.safetensors").is_file()
 
 
 def test_stopped_run_is_mentioned_without_resume(run, arguments, tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
 from iobs.data import fitted
-from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.errors import DataError, ModelError, NonFiniteError, OutputError
 from iobs.optimize.estimators import SparseClassifier
 
 app = typer.Typer()
@@ -118,6 +118,37 @@ def test_classes_are_predicted_by_name_with_probabilities(tmp_path):
     np.testing.assert_allclose(shares, estimator.predict_proba(data.data)[:, 1], atol=1e-6)
     chosen = _run("solve", file, "--target", "kind", "-k", "bic", "--json", "--force", "ash")
     assert "ash" in json.loads(chosen)["path"][0]["features"]
+
+
+def test_classes_of_minus_one_and_one_are_predicted_as_they_are_written(rng, tmp_path):
+    file, X = tmp_path / "signs.csv", rng.standard_normal((60, 2))
+    signs = np.where(X[:, 0] + 0.5 * rng.standard_normal(60) > 0, 1, -1)
+    file.write_text("a,b,y\n" + "".join(f"{a},{b},{y}\n" for (a, b), y in zip(X, signs, strict=True)))
+    _run("solve", file, "--loss", "logistic", "-k", 1, "-o", tmp_path / "model.json")
+    found = _run("predict", tmp_path / "model.json", file)
+    predicted = np.array(_column(found, "y"), dtype=float)
+    assert set(predicted) == {-1.0, 1.0}
+    assert (predicted == signs).mean() > 0.7
+    assert "probability of -1" in found
+
+
+def test_files_that_the_commands_read_are_not_replaced(model, rng, tmp_path):
+    _houses(tmp_path / "new.csv", rng, 10)
+    before = (tmp_path / "new.csv").read_text()
+    for file in (tmp_path / "new.csv", model):
+        with pytest.raises(OutputError, match="is read by this command"):
+            _run("predict", model, tmp_path / "new.csv", "-o", file)
+    with pytest.raises(OutputError, match="is read by this command"):
+        _run("solve", tmp_path / "new.csv", "--target", "price", "-o", tmp_path / "new.csv")
+    assert (tmp_path / "new.csv").read_text() == before
+
+
+def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):
+    _houses(tmp_path / "new.csv", rng, 10)
+    monkeypatch.setattr(fitted.Fitted, "predict", lambda *_: {"größe": [1.0]})
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(OutputError, match="ascii has no 'ö'; write a file with -o"):
+        predict(model=model, data=tmp_path / "new.csv", output=None, quiet=False, as_json=False)
 
 
 @pytest.mark.parametrize(

@@ -369,3 +369,14 @@ def test_weights_and_offsets_that_do_not_fit_are_refused(arguments, words, tmp_p
     file, *_ = _claims(tmp_path, rng)
     with pytest.raises(DataError, match=words):
         _run(file, "--target", "claims", "-k", 1, *arguments)
+
+
+def test_files_are_written_before_the_table_is_printed(numbers, tmp_path, monkeypatch):
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("iobs.cli.solution_tables.show", closed)
+    file = _csv(tmp_path / "a.csv", *numbers)
+    with pytest.raises(BrokenPipeError):
+        _run(file, "--target", "price", "-k", 1, "-o", tmp_path / "model.json")
+    assert json.loads((tmp_path / "model.json").read_text())["k"] == 1

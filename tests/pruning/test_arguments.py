@@ -83,6 +83,7 @@ def test_impossible_finetuning_raises_before_any_layer():
         ({"model": {"weight": torch.ones(2)}}, ModelError, "got an object of dict"),
         ({"data": None}, CalibrationError, "got NoneType"),
         ({"seed": "a"}, ProblemError, "seed must be a whole number, got 'a'"),
+        ({"seed": 2**64}, ProblemError, "seed must lie between"),
         ({"damping": "big"}, ProblemError, "damping must be a number, got 'big'"),
         ({"holdout": "big"}, ProblemError, "holdout must be a number, got 'big'"),
         ({"rounds": 2.0}, ProblemError, "rounds must be a whole number of at least 1, got 2.0"),

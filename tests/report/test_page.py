@@ -124,6 +124,7 @@ def test_report_is_saved_in_known_forms_only(tmp_path):
         ("/home/me/model", "model"),
         ("iobs prune /home/me/m.py:f --data=/x/y.txt -o out", "iobs prune m.py:f --data=y.txt -o out"),
         ("C:\\Users\\me\\model", "model"),
+        ("/" + 300 * "=", 300 * "="),  # longer than the name of a file may be
         ("50 / 2 of owner/model, see https://a.b/c", "50 / 2 of owner/model, see https://a.b/c"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 from sample_reports import SCORES, make_finetuned, make_report
 
 from iobs import report
+from iobs.cli.results import write_card
 from iobs.errors import DataError
 from iobs.report import numbers
 
@@ -37,6 +38,16 @@ def test_nonfinite_numbers_round_trip_as_strings(tmp_path):
     assert report.read_report(tmp_path / "report.json") == made
     (back,) = numbers.from_json(numbers.to_json([math.nan]))
     assert math.isnan(back)
+
+
+def test_names_that_are_no_utf8_do_not_stop_a_report(tmp_path):
+    made = make_report()
+    made.settings["model"] = made.settings["command"] = "caf\udce9"  # as Python reads a name in Latin-1
+    report.write_report(made, tmp_path)
+    assert report.read_report(tmp_path / "report.json") == made
+    assert "caf\\udce9" in (tmp_path / "report.html").read_text(encoding="utf8")
+    write_card(made, None, tmp_path, tmp_path / "README.md")
+    assert "caf\\udce9" in (tmp_path / "README.md").read_text(encoding="utf8")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rounds": []}', None])

@@ -57,6 +57,7 @@ def bench(
     sizes = console.shape_of(shape)
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
+    console.check_files((plot,), ())
     work = Workload(model, tokens, prompt, sizes, known, threads, trust_remote_code)
     if beside is not None or runtime is not None:
         if beside is None or plot is not None:

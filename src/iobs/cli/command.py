@@ -35,7 +35,7 @@ def shown() -> str:
 def _without_folders(argument: str) -> str:
     option = _OPTION.match(argument)
     start = option.end() if option is not None else 0
-    path = Path(argument[start:]).expanduser()
+    path = Path(os.path.expanduser(argument[start:]))
     if not path.is_absolute():
         return argument
     here = Path.cwd()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, wraps
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -20,7 +22,7 @@ from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from iobs.cli import completion
-from iobs.errors import IOBSError, first_line, is_out_of_memory
+from iobs.errors import IOBSError, UnusableOutputError, first_line, is_out_of_memory
 
 # Width of output to a file or pipe: names are not cut, so they can be searched.
 _WIDE = 1000
@@ -28,11 +30,35 @@ _WIDE = 1000
 
 def at_home(path: Path | None) -> Path | None:
     """Expand "~" in a path option, as in MODEL: shells do not expand it in --output=~/x."""
-    return None if path is None else path.expanduser()
+    # Path.expanduser would fail for a user that does not exist; such a name may be that of a file.
+    return None if path is None else Path(os.path.expanduser(path))
+
+
+def check_files(files: Iterable[Path | None], read: Iterable[Path]) -> None:
+    """Check, before any work, that a command can write its files; None stands for a file that was not asked for.
+
+    Args:
+        files: to write.
+        read: files that the command reads, and would destroy.
+
+    Raises:
+        UnusableOutputError: the folder of a file is missing or not writable, or the command reads the file.
+    """
+    for file in files:
+        if file is None:
+            continue
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UnusableOutputError(
+                f"Cannot write {file}: give a file in a folder that exists and can be written to."
+            )
+        if file.exists() and any(one.exists() and file.samefile(one) for one in read):
+            raise UnusableOutputError(f"{file} is read by this command, and would be replaced; give another file.")
 
 
 def output_console() -> Console:
     """Console for results (stdout)."""
+    if isinstance(sys.stdout, TextIOWrapper):  # signs that its encoding lacks are escaped, as Python does on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     return _console(False, _is_terminal(sys.stdout))
 
 

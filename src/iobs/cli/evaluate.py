@@ -19,6 +19,7 @@ def evaluate(
     questions: Annotated[
         Path | None,
         typer.Option(
+            callback=console.at_home,
             metavar="FILE",
             help="Multiple-choice questions as in MMLU: .jsonl(.gz) with split, subject, question, choices, answer.",
             show_default=False,
@@ -57,7 +58,9 @@ def evaluate(
         raise typer.BadParameter("examples come before questions: give --questions or --tasks", param_hint="--shots")
     if batch_size is not None and not data and (tasks or questions):
         raise typer.BadParameter("questions are asked one by one, and tasks as lm-eval does", param_hint="--batch-size")
-    named = [task.strip() for task in tasks.split(",")] if tasks is not None else []
+    named = [task.strip() for task in tasks.split(",") if task.strip()] if tasks is not None else []
+    if tasks is not None and not named:
+        raise typer.BadParameter("name at least one task of lm-eval", param_hint="--tasks")
     if named:
         check_tasks(named)
     loaded = load_to_run(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)

@@ -57,6 +57,7 @@ def export(
     from iobs.cli.progress import Steps
     from iobs.exports import TARGETS, export, require_packages
     from iobs.models import beside, names_to_replace
+    from iobs.models.output import expanded, holds
 
     if to not in TARGETS:
         raise typer.BadParameter(f"{to!r} is not one of {', '.join(TARGETS)}", param_hint="--to")
@@ -64,12 +65,13 @@ def export(
         known = ", ".join(map(str, TARGETS[to].bits))
         raise typer.BadParameter(f"{to} holds {known} bits, not {bits}", param_hint="--bits")
     sizes = console.shape_of(shape)
-    if output is None and not Path(model).expanduser().is_dir():
+    if output is None and not expanded(model).is_dir():
         raise typer.BadParameter("give an output directory: MODEL is none", param_hint="--output / -o")
     target = output or beside(Path(model), to)
     replaceable = names_to_replace(target, TARGETS[to].weights, overwrite)
-    if replaceable and target.resolve() == Path(model).expanduser().resolve():
-        raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
+    if replaceable and holds(target, Path(model)):
+        told = "this is the directory that is read, or holds it; give another one"
+        raise typer.BadParameter(told, param_hint="--output / -o")
     require_packages(to)
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")

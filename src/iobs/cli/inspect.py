@@ -155,5 +155,5 @@ def _report(directory: Path) -> tuple[Path | None, Report | None]:
             try:
                 return file, read_report(file)
             except DataError as error:
-                console.say(f"{error} The zeros are counted without it.")
+                console.warn(f"{error} The zeros are counted without it.")
     return None, None

@@ -118,9 +118,11 @@ def checked_device(device: str | None) -> str:
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(f"{device!r} cannot be used here", param_hint="--device") from error
+        usable = not torch.empty(0, device=device).is_meta  # such tensors hold no numbers
+    except (RuntimeError, AssertionError):
+        usable = False
+    if not usable:
+        raise typer.BadParameter(f"{device!r} cannot be used here", param_hint="--device")
     return device
 
 

@@ -44,6 +44,7 @@ def pack(
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
+    from iobs.models.output import holds
     from iobs.models.packed import packed_share, save_packed
     from iobs.models.unpacking import unpack, unpacked_bytes
 
@@ -53,8 +54,9 @@ def pack(
     target = output or beside(directory, "dense" if back else "packed")
     out = console.output_console()
     replaceable = names_to_replace(target, _MARKS[back], overwrite)
-    if replaceable and target.resolve() == directory.resolve():
-        raise typer.BadParameter("this is the directory that is read; give another one", param_hint="--output / -o")
+    if replaceable and holds(target, directory):
+        told = "this is the directory that is read, or holds it; give another one"
+        raise typer.BadParameter(told, param_hint="--output / -o")
     if back:
         check_output(target, unpacked_bytes(directory), replaceable)
         with output_directory(target, replaceable) as temporary, Steps("unpacking"):

@@ -35,6 +35,7 @@ def predict(
     from iobs.data.fitted import Fitted
     from iobs.errors import OutputError
 
+    console.check_files((output,), (model, model / "model.json", data))
     found = Fitted.load(model).predict(data)
     if output is not None:
         try:
@@ -46,7 +47,10 @@ def predict(
     if talk.as_json:  # the columns have a place of their own, since their names are the user's
         console.print_json({"predictions": found})
     elif output is None:
-        _write(found, sys.stdout)
+        try:
+            _write(found, sys.stdout)
+        except UnicodeEncodeError as error:
+            raise OutputError(f"{error.encoding} has no {error.object[error.start]!r}; write a file with -o.") from None
 
 
 def _write(found: dict[str, list[str] | list[float]], file: TextIO) -> None:

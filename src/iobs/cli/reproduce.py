@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +19,9 @@ def _completed(incomplete: str) -> list[str]:
     return words([experiment.name for experiment in experiments()])(incomplete)
 
 
-def _own(metavar: str, text: str) -> object:
-    return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel="Your own network and data")
+def _own(metavar: str, text: str, callback: Callable[[Path | None], Path | None] | None = None) -> object:
+    panel = "Your own network and data"
+    return typer.Option(metavar=metavar, help=text, show_default=False, rich_help_panel=panel, callback=callback)
 
 
 @console.with_groups
@@ -52,7 +54,8 @@ def reproduce(
         _own("SOURCE", "Evaluation data instead of the paper's; for language models one per corpus, in order."),
     ] = None,
     questions: Annotated[
-        Path | None, _own("FILE", "MMLU questions, .jsonl(.gz); by default lm-eval fetches them.")
+        Path | None,
+        _own("FILE", "MMLU questions, .jsonl(.gz); by default lm-eval fetches them.", console.at_home),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds instead of the paper's.")] = None,
     limit: Annotated[
@@ -66,6 +69,7 @@ def reproduce(
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
     from iobs.models import make_folder
+    from iobs.pruning.driver import require_numbers
 
     out = console.output_console()
     if name is None:
@@ -77,6 +81,7 @@ def reproduce(
             out.print(_list(entries))
         return
     experiment = find(name)
+    require_numbers(0.0, seed)
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
     request = replace(request, questions=questions, rounds=rounds, limit=limit, resume=resume)
     experiment.check(request)

@@ -62,4 +62,4 @@ def write_results(loaded: LoadedModel, report: Report, directory: Path, model_fo
 def write_card(report: Report, library: str | None, folder: Path, original: Path) -> None:
     """Write the model card, with the licence of the original model card if it states one."""
     card = render_card(report, str(report.settings["model"]), library)
-    (folder / "README.md").write_text(with_licence(card, original), encoding="utf8")
+    (folder / "README.md").write_text(with_licence(card, original), encoding="utf8", errors="backslashreplace")

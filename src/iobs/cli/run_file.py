@@ -13,7 +13,7 @@ from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
-from iobs.models.output import destination
+from iobs.models.output import destination, expanded
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.settings import changed
@@ -137,7 +137,7 @@ def read_recipe(
         if not isinstance(run, dict):
             raise ProblemError(f"The section run of {name} must be lines such as `seed: 0`, got {run!r}.")
         if isinstance(run.get("data"), list):
-            run["data"] = [_found(one, Path(name).parent) if isinstance(one, str) else one for one in run["data"]]
+            run["data"] = [_found(one, expanded(name).parent) if isinstance(one, str) else one for one in run["data"]]
         recipe = Recipe.from_dict(values)
     else:
         recipe = as_structured_recipe(name) if units else as_recipe(name)
@@ -156,7 +156,7 @@ def read_recipe(
 def _placed(source: str, folder: Path) -> str:
     """A data source with the path of its file from a folder, if there is a file."""
     file, colon, function = source.rpartition(":") if is_function_spec(source) else (source, "", "")
-    path = Path(file).expanduser()
+    path = expanded(file)
     if source in CORPORA or not path.exists():
         return source
     try:

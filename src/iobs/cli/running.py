@@ -46,12 +46,17 @@ class Place:
             OutputError: the output exists and may not be replaced, or cannot be written.
         """
         from iobs.models import beside, check_output, names_to_replace
+        from iobs.models.factory import is_function_spec
+        from iobs.models.output import holds
 
         if output is None:
             return cls(None)
         replaceable = names_to_replace(output, ("recipe.yaml",), overwrite)
-        if replaceable and model is not None and Path(model).expanduser().resolve() == output.resolve():
-            raise typer.BadParameter("this is MODEL itself; give another directory", param_hint="--output / -o")
+        if replaceable and model is not None:
+            source = Path(model.rpartition(":")[0] if is_function_spec(model) else model)
+            if holds(output, source):  # everything in the directory is replaced
+                told = "this is MODEL itself or holds it, and MODEL would be removed; give another directory"
+                raise typer.BadParameter(told, param_hint="--output / -o")
         check_output(output, replaceable=replaceable)
         checkpoint = beside(output, "checkpoint")
         if checkpoint.is_dir() and not resume:

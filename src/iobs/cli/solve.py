@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
@@ -115,7 +114,12 @@ def solve(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot the score and coefficients for every k to this file.", show_default=False)
+        Path | None,
+        typer.Option(
+            callback=console.at_home,
+            help="Plot the score and coefficients for every k to this file.",
+            show_default=False,
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
@@ -135,7 +139,7 @@ def solve(
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
         plot = plot.with_suffix(".png")
-    _check_outputs(output, plot)
+    _check_outputs(output, plot, data)
     missing = cast('Literal["error", "drop", "mean"]', columns.missing)
     table = read_table(
         data,
@@ -166,14 +170,16 @@ def solve(
             model["near_optimal"] = near_optimal.near_optimal(
                 found.objective, found.table.names, found.size, proofs.near, seconds
             )
-    if talk.as_json:
-        console.print_json(model)
-    else:
-        solution_tables.show(found, model)
-    if output is not None:
-        solution.write(output, model)
-    if plot is not None:
-        solution.draw(plot, found)
+    try:  # the files come first: the reader of a pipe, such as head, may end the command while it prints
+        if output is not None:
+            solution.write(output, model)
+        if plot is not None:
+            solution.draw(plot, found)
+    finally:  # a full disk does not cost the table
+        if talk.as_json:
+            console.print_json(model)
+        else:
+            solution_tables.show(found, model)
 
 
 def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: float, k: str, seed: int) -> Solution:
@@ -193,20 +199,15 @@ def _solution(table: Table, sides: Sides, columns: Columns, loss: str, ridge: fl
     return Solution(table, columns.target, loss, objective, fits, chooser, k, sides)
 
 
-def _check_outputs(output: Path | None, plot: Path | None) -> None:
+def _check_outputs(output: Path | None, plot: Path | None, data: Path) -> None:
     """Check that output files can be written, before any work.
 
     Raises:
-        UnusableOutputError: the folder is missing or not writable, or matplotlib cannot draw files with that suffix.
+        UnusableOutputError: as `console.check_files`, or matplotlib cannot draw files with that suffix.
     """
     from iobs.errors import UnusableOutputError
 
-    for file in (output, plot):
-        place = None if file is None else file if file.exists() else file.parent
-        if file is not None and place is not None and (file.is_dir() or not os.access(place, os.W_OK)):
-            raise UnusableOutputError(
-                f"Cannot write {file}: give a file in a folder that exists and can be written to."
-            )
+    console.check_files((output, plot), (data,))
     if plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -242,7 +243,7 @@ def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]
     if loss == "logistic" and values.size < 2:
         raise DataError("The target has one value everywhere; there is nothing to tell apart.")
     whole = (values == np.round(values)).all()
-    if loss == "logistic" and not table.classes and whole and not np.isin(values, (-1, 0, 1)).all():
+    if loss == "logistic" and not table.classes and whole and not np.isin(values, (0, 1)).all():
         numbers = np.searchsorted(values, table.y).astype(np.float64)
         table = replace(table, y=numbers, classes=[str(int(value)) for value in values])
     return table, loss

@@ -181,6 +181,12 @@ def beside(directory: Path, suffix: str) -> Path:
     return here.with_name(f"{here.name}.{suffix}")
 
 
+def holds(directory: Path, source: Path) -> bool:
+    """Check that a file or directory exists, and is an output directory or lies inside it."""
+    place, found = _target(directory), _target(source)
+    return found.exists() and (found == place or place in found.parents)
+
+
 def expanded(path: str | Path) -> Path:
     """Expand "~" to the home folder. Returns the path unchanged if there is no home folder."""
     return Path(os.path.expanduser(path))

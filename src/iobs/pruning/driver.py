@@ -186,6 +186,8 @@ def require_numbers(holdout: object, seed: object) -> None:
         raise ProblemError(f"holdout must lie in [0, 1), got {holdout}; 0.1 keeps a tenth of the samples aside.")
     if not is_a(Integral, seed):
         raise ProblemError(f"seed must be a whole number, got {seed!r}.")
+    if not -(2**63) <= seed < 2**64:  # type: ignore[operator]
+        raise ProblemError(f"seed must lie between -2^63 and 2^64 - 1, which torch takes; got {seed}.")
 
 
 def _require_callbacks(callbacks: object) -> None:

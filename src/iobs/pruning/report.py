@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -278,7 +279,7 @@ class Report:
         return [[*columns, "sparsity"]] + [[*(getattr(one, c) for c in columns), one.sparsity] for one in self.layers]
 
     def save(self, path: str | Path) -> None:
-        """Write the report to a file; absolute paths in its texts are shortened to names.
+        """Write the report to a file; absolute paths in its texts become names, signs that UTF-8 lacks escapes.
 
         Args:
             path: ends in ".html" (a page), ".json" (everything, for programs) or ".csv" (the table of `to_frame`).
@@ -286,11 +287,11 @@ class Report:
         Raises:
             OutputError: another ending, or the file cannot be written.
         """
-        file = Path(path).expanduser()
+        file = Path(os.path.expanduser(path))
         if file.suffix.lower() not in (".html", ".json", ".csv"):
             raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
         try:
-            file.write_text(self._rendered(file.suffix.lower()), encoding="utf8")
+            file.write_text(self._rendered(file.suffix.lower()), encoding="utf8", errors="backslashreplace")
         except OSError as error:
             raise OutputError(f"{path} cannot be written: {error.strerror or error}.") from error
 

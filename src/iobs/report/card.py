@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import JsonObject, Report
@@ -56,7 +56,7 @@ def _result(report: Report, name: str) -> list[str]:
 
 def _on_the_hub(name: str) -> bool:
     """Check that a name can be that of a model on the hub, "owner/model"."""
-    return name.count("/") == 1 and not Path(name).exists() and not name.startswith(("/", ".", "~"))
+    return name.count("/") == 1 and not os.path.exists(name) and not name.startswith(("/", ".", "~"))
 
 
 def _recipe(report: Report) -> list[str]:

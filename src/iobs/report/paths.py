@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -13,7 +14,8 @@ _ABSOLUTE = re.compile(rf"{_START}(?:/(?!/){_REST}*(?<![.:/])|[A-Za-z]:[\\/]{_RE
 
 def without_folders(text: str) -> str:
     """The text with every absolute path replaced by its last name; only an existing path may contain spaces."""
-    if text.startswith("/") and len(text) < _LONGEST and Path(text).exists():
+    # os.path.exists says no where Path.exists raises: no permission, or a name longer than the system allows.
+    if text.startswith("/") and len(text) < _LONGEST and os.path.exists(text):
         return Path(text).name or text
     return _ABSOLUTE.sub(lambda found: _name(found[0]), text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -71,7 +72,7 @@ class OffloadedStore(BlockwiseStore):
     ) -> None:
         require_module(model)
         super().__init__(model, _usable(device), streams)
-        self.folder = None if folder is None else Path(folder).expanduser()
+        self.folder = None if folder is None else Path(os.path.expanduser(folder))
         self._plan: Plan | None = None  # of the run that was checked last, without times
         self.visits = Visits(model, self.device)
         self._dense: Visits | None = None  # the dense model, if the recipe compares with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -93,7 +94,7 @@ def read_yaml(source: str | Path) -> JsonObject:
     """
     name = f"{source}" if isinstance(source, Path) else "The text"
     try:
-        text = source.expanduser().read_text(encoding="utf8") if isinstance(source, Path) else source
+        text = Path(os.path.expanduser(source)).read_text(encoding="utf8") if isinstance(source, Path) else source
         found = yaml.load(text, _Loader)
     except OSError as error:
         raise ProblemError(f"The recipe {source} cannot be read ({error.strerror}).") from error
