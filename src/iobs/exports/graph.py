@@ -63,7 +63,7 @@ def inputs_of(source: Source) -> Inputs:
         return Inputs({"input": torch.zeros(2, *shape)}, {"input": {0: "batch"}}, named=False)
     config = getattr(source.module, "config", None)
     told = hasattr(config, "image_size") or hasattr(config, "vocab_size")  # ResNet, for one, has neither
-    if not is_pretrained(source.module) or not told:
+    if not is_pretrained(source.module) or config is None or not told:
         raise ModelError(
             "The inputs of this model are unknown. For images say --shape 3,224,224 on the command line. In Python, "
             "give an example of one forward pass: iobs.export(model, directory, target, example=inputs)."

@@ -213,7 +213,8 @@ class StoredConv(StoredLinear):
 
     def forward(self, given: Tensor) -> Tensor:
         """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample."""
-        given = given[(..., *(slice(None, None, stride) for stride in self.stride))]
+        for dimension, stride in enumerate(reversed(self.stride), start=1):
+            given = given.movedim(-dimension, 0)[::stride].movedim(0, -dimension)
         channels = -1 - len(self.stride)  # counted from the end: one sample has no dimension before it
         return super().forward(given.movedim(channels, -1)).movedim(-1, channels)
 
@@ -248,8 +249,10 @@ def can_store(module: nn.Module) -> bool:
 
     A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
     """
-    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # a class of its own may compute something else
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return type(module) is nn.Linear and not is_form(module)
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # a class of its own may compute something else
+        return False
     single = set(module.kernel_size) == {1} and module.groups == 1
     return single and not isinstance(module.padding, str) and set(module.padding) == {0}
 

@@ -79,7 +79,8 @@ def refit_scales(codes: Tensor, scales: Tensor, problem: Quadratic, grid: Grid, 
         Scales (rows, groups). Rows whose equations are singular, or need a scale that is not positive, keep theirs.
     """
     size = max(1, _SYSTEMS // scales.shape[1] ** 2)
-    parts = zip(codes.split(size), scales.split(size), problem.linear.split(size), strict=True)
+    linear = torch.split(problem.linear, size)
+    parts = zip(torch.split(codes, size), torch.split(scales, size), linear, strict=True)
     return torch.cat([_refitted(*part, problem.matrix, grid, dtype) for part in parts])
 
 
