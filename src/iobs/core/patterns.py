@@ -154,7 +154,7 @@ class Grid:
         return -(-columns // self.group)
 
     def width(self, columns: int) -> int:
-        """Columns that share a scale in a matrix of so many columns: a group may be far wider than the matrix."""
+        """Columns that share a scale in a matrix of `columns` columns: a group may be far wider than the matrix."""
         return min(self.group, columns)
 
     def groups(self, shape: tuple[int, int]) -> Partition:
