@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from iobs.core.paths import expanded
+
 # An option in one word with its value, as in --data=FILE and -oDIR.
 _OPTION = re.compile(r"--[\w-]+=|-\w(?=.)")
 
@@ -35,7 +37,7 @@ def shown() -> str:
 def _without_folders(argument: str) -> str:
     option = _OPTION.match(argument)
     start = option.end() if option is not None else 0
-    path = Path(os.path.expanduser(argument[start:]))
+    path = expanded(argument[start:])
     if not path.is_absolute():
         return argument
     here = Path.cwd()

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from iobs.cli import completion
+from iobs.core.paths import expanded
 from iobs.errors import IOBSError, UnusableOutputError, first_line, is_out_of_memory
 
 # Width of output to a file or pipe: names are not cut, so they can be searched.
@@ -30,8 +31,7 @@ _WIDE = 1000
 
 def at_home(path: Path | None) -> Path | None:
     """Expand "~" in a path option, as in MODEL: shells do not expand it in --output=~/x."""
-    # Path.expanduser would fail for a user that does not exist; such a name may be that of a file.
-    return None if path is None else Path(os.path.expanduser(path))
+    return None if path is None else expanded(path)
 
 
 def check_files(files: Iterable[Path | None], read: Iterable[Path]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from iobs.cli import completion, console
+from iobs.core.paths import expanded
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
 NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
@@ -57,7 +58,7 @@ def export(
     from iobs.cli.progress import Steps
     from iobs.exports import TARGETS, export, require_packages
     from iobs.models import beside, names_to_replace
-    from iobs.models.output import expanded, holds
+    from iobs.models.output import holds
 
     if to not in TARGETS:
         raise typer.BadParameter(f"{to!r} is not one of {', '.join(TARGETS)}", param_hint="--to")

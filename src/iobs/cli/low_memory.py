@@ -38,7 +38,7 @@ def prune_low_memory(
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
     from iobs.core.files import weight_files
-    from iobs.models.output import expanded
+    from iobs.core.paths import expanded
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights

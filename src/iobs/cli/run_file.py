@@ -9,11 +9,12 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from iobs.core.paths import expanded
 from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
-from iobs.models.output import destination, expanded
+from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.settings import changed

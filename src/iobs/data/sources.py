@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from iobs.core.paths import expanded
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images
 from iobs.data.normalisation import statistics_of, transform_of
@@ -78,12 +78,12 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
             return TextSource(spec, lambda: corpus_documents(spec, part))
         if is_function_spec(spec):
             return BatchSource(spec, _checked(spec, call_function(spec, _listed)))
-        path = Path(os.path.expanduser(spec))
+        path = expanded(spec)
         if path.suffix.lower() == ".npz" and path.is_file():
             return ArraySource(spec, *read_arrays(path, statistics_of(model)))
         if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
             return ArraySource(spec, *read_images(path, transform_of(model), statistics_of(model)))
-    files = [Path(os.path.expanduser(spec)) for spec in specs]
+    files = [expanded(spec) for spec in specs]
     for file in files:
         if not file.is_file():
             raise DataError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from iobs.core.paths import expanded
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
@@ -22,7 +23,6 @@ from iobs.exports.to_macko import write_macko
 from iobs.exports.to_onnx import write_onnx
 from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
-from iobs.models.output import expanded
 from iobs.pruning.network.selection import require_unstored
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from iobs.core.files import packed_hint
+from iobs.core.paths import expanded
 from iobs.errors import ModelError
 from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
@@ -38,7 +38,7 @@ def is_function_spec(spec: str) -> bool:
 
 def is_built_by_code(spec: str) -> bool:
     """Check that MODEL is a function, a timm network, or a directory that was written from one of these."""
-    written = bool(spec) and (Path(os.path.expanduser(spec)) / CONFIG_NAME).is_file()
+    written = bool(spec) and (expanded(spec) / CONFIG_NAME).is_file()
     return is_function_spec(spec) or spec.startswith("timm:") or written
 
 
@@ -90,7 +90,7 @@ def call_function(spec: str, finish: Callable[[object], object] = lambda value: 
 
 
 def _file_of(spec: str) -> Path:
-    return Path(os.path.expanduser(spec.rpartition(":")[0])).resolve()
+    return expanded(spec.rpartition(":")[0]).resolve()
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def build_directory(directory: Path, trust_remote_code: bool = False) -> LoadedM
 
 def _comes_with(directory: Path, factory: str) -> bool:
     """Check that a factory is not a file of the user: those have absolute paths outside the directory."""
-    in_full = os.path.isabs(os.path.expanduser(factory))
+    in_full = expanded(factory).is_absolute()
     return not in_full or _file_of(factory).is_relative_to(directory.resolve())
 
 

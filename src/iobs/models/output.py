@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from iobs.core.paths import expanded
 from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.checkpoint import locked
 from iobs.pruning.runtime.ranks import current
@@ -185,11 +186,6 @@ def holds(directory: Path, source: Path) -> bool:
     """Check that a file or directory exists, and is an output directory or lies inside it."""
     place, found = _target(directory), _target(source)
     return found.exists() and (found == place or place in found.parents)
-
-
-def expanded(path: str | Path) -> Path:
-    """Expand "~" to the home folder. Returns the path unchanged if there is no home folder."""
-    return Path(os.path.expanduser(path))
 
 
 def _target(directory: Path) -> Path:

@@ -22,13 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.core.files import weight_files
+from iobs.core.paths import expanded
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.companions import copy_companions
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, size_in_bytes
-from iobs.models.output import check_output, expanded, output_directory
+from iobs.models.output import check_output, output_directory
 from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.models.unpacking import MASK, SHAPES, SUFFIX, VALUES, scratch_beside, unpacked

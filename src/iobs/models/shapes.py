@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from iobs.core.paths import expanded
 from iobs.models.huggingface import context_of
-from iobs.models.output import expanded
 from iobs.models.skeleton import skeleton
 from iobs.models.streamed import blocks_of
 from iobs.pruning.calibration.halving import halved

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from iobs.core.paths import expanded
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
 from iobs.models.halves import native
-from iobs.models.output import expanded
 from iobs.models.skeleton import skeleton
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from iobs.core.files import weight_index
+from iobs.core.paths import expanded
 from iobs.errors import ModelError
 from iobs.models.companions import copy_companions
-from iobs.models.output import expanded
 from iobs.models.ready import is_ready, read_ready, weight_of
 from iobs.models.shards import Entry, ShardWriter, read_entries
 from iobs.pruning.runtime.scratch import scratch_folder

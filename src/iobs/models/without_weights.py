@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from iobs.core.paths import expanded
 from iobs.errors import ModelError, first_line
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel
-from iobs.models.output import expanded
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = ["without_weights"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.core.optional import pandas_module
+from iobs.core.paths import expanded
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 from iobs.pruning.samples.shown import Sample
@@ -287,7 +287,7 @@ class Report:
         Raises:
             OutputError: another ending, or the file cannot be written.
         """
-        file = Path(os.path.expanduser(path))
+        file = expanded(path)
         if file.suffix.lower() not in (".html", ".json", ".csv"):
             raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
         try:

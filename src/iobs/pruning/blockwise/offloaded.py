@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from iobs.core.paths import expanded
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.blockwise.spill import Place, Storage, require_place
@@ -72,7 +72,7 @@ class OffloadedStore(BlockwiseStore):
     ) -> None:
         require_module(model)
         super().__init__(model, _usable(device), streams)
-        self.folder = None if folder is None else Path(os.path.expanduser(folder))
+        self.folder = None if folder is None else expanded(folder)
         self._plan: Plan | None = None  # of the run that was checked last, without times
         self.visits = Visits(model, self.device)
         self._dense: Visits | None = None  # the dense model, if the recipe compares with it

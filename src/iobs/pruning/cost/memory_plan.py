@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from iobs.core.paths import expanded
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
@@ -84,7 +85,7 @@ class Plan:
         """
         if folder is None or existing(folder).stat().st_dev != existing(place).stat().st_dev:
             return 0
-        written = sum(entry.stat().st_size for entry in Path(folder).expanduser().glob("*") if entry.is_file())
+        written = sum(entry.stat().st_size for entry in expanded(folder).glob("*") if entry.is_file())
         return max(0, self.checkpoint_bytes - written)
 
 

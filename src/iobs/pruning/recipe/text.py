@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from iobs.core.budget import Budget
+from iobs.core.paths import expanded
 from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.allocation import Allocation
@@ -94,7 +94,7 @@ def read_yaml(source: str | Path) -> JsonObject:
     """
     name = f"{source}" if isinstance(source, Path) else "The text"
     try:
-        text = Path(os.path.expanduser(source)).read_text(encoding="utf8") if isinstance(source, Path) else source
+        text = expanded(source).read_text(encoding="utf8") if isinstance(source, Path) else source
         found = yaml.load(text, _Loader)
     except OSError as error:
         raise ProblemError(f"The recipe {source} cannot be read ({error.strerror}).") from error

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from iobs.core.paths import expanded
 from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.differences import differences
@@ -80,7 +81,7 @@ class DiskCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: str | Path, identity: Mapping[str, object]) -> None:
-        self.directory = Path(os.path.expanduser(directory))
+        self.directory = expanded(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             # Only the first rank writes, so only the first rank needs the lock.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from iobs.core.paths import expanded
 from iobs.errors import OutputError
 from iobs.pruning.runtime.checkpoint import locked
 
@@ -80,7 +81,7 @@ def require_free(place: Path, needed_bytes: int) -> None:
 
 def existing(folder: str | Path) -> Path:
     """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
-    path = Path(os.path.realpath(os.path.expanduser(folder)))
+    path = Path(os.path.realpath(expanded(folder)))
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
