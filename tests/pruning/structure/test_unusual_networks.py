@@ -308,6 +308,33 @@ def test_units_are_found_behind_flat_functions(kind):
     assert "slope" in {one.path for one in sites[0].writers}
 
 
+class OneKey(nn.Module):
+    """Attention over one position, whose only key has all the weight."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused = fused
+        self.queries, self.keys, self.values = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x):
+        q, k, v = (layer(x).view(1, len(x), -1, 4).transpose(0, 1).transpose(1, 2)
+                   for layer in (self.queries, self.keys, self.values))  # fmt: skip
+        if self.fused:
+            h = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        else:
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+            h = (q @ k.mT + torch.finfo(q.dtype).min * torch.zeros(())).softmax(-1) @ v
+        return self.out(h.transpose(1, 2).flatten(1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_heads_are_found_in_attention_over_one_position(fused):
+    (site,) = find_sites(OneKey(fused).eval(), ROWS)
+    assert (site.name, site.kind, site.count) == ("out", "heads", 4)
+    assert {one.path for one in site.writers} == {"queries", "keys", "values"}
+
+
 class Unregistered(nn.Module):
     def __init__(self):
         super().__init__()

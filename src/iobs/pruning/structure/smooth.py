@@ -1,4 +1,4 @@
-"""Smooth functions in place of functions with flat parts, which would hide that an output depends on an input."""
+"""Functions without flat parts in place of those whose flat parts would hide that an output depends on an input."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from iobs.pruning.network.calls import Argument
 
 _FACTOR = 0.7310586  # of added gradients: no simple one, so that they do not cancel those of the function itself
+_MASKED = 1e4  # absolute values from which entries count as masked; float16 holds them
 _Functions: TypeAlias = tuple[Callable[..., Argument], ...]
 
 
@@ -72,6 +73,34 @@ def _largest(func: Callable[..., Argument]) -> Callable[..., Argument]:
     return dependent
 
 
+def _visible_mean(input: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The mean along dimensions, which are kept, of the entries that no mask has made very negative."""
+    return torch.where(input.abs() < _MASKED, input, 0.0).mean(dims, keepdim=True)
+
+
+def _softmax(func: Callable[..., Argument]) -> Callable[..., Argument]:
+    """A softmax that depends on its inputs where one of them has all the weight, such as the key of one position."""
+
+    def dependent(input: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
+        result = func(input, *args, **kwargs)
+        dim = args[0] if args else kwargs.get("dim")
+        if dim is None or not input.is_floating_point():
+            return result
+        return _dependent(result, _visible_mean(input, dim))
+
+    return dependent
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Argument, **kwargs: Argument) -> Tensor:
+    """Fused attention whose heads depend on their queries and keys, also where one key has all the weight."""
+    result = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    keys = _visible_mean(key, (-2, -1))
+    if key.ndim > 3 and key.shape[-3] < query.shape[-3]:  # grouped queries
+        keys = keys.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    dependent: Tensor = _dependent(result, _visible_mean(query, -1), keys)
+    return dependent
+
+
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     shaped = weight.view(-1, *(1,) * (input.ndim - 2)) if input.ndim > 1 else weight
     return torch.relu(input) + shaped * input  # depends on its slope on both sides
@@ -95,9 +124,12 @@ _ENTRYWISE: _Functions = (torch.where, Tensor.where, torch.maximum, Tensor.maxim
 _FILLED: _Functions = (torch.masked_fill, Tensor.masked_fill)
 _PRODUCTS: _Functions = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _LARGEST: _Functions = (torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+_SOFTMAX: _Functions = (F.softmax, torch.softmax, Tensor.softmax)
 OF_SEVERAL: dict[Callable[..., Argument], Callable[..., Argument]] = {
     **dict.fromkeys(_PRELU, _prelu),
     **{func: _entrywise(func) for func in (*_ENTRYWISE, *_FILLED)},
     **{func: _product(func) for func in _PRODUCTS},
     **{func: _largest(func) for func in _LARGEST},
+    **{func: _softmax(func) for func in _SOFTMAX},
+    F.scaled_dot_product_attention: _attention,
 }
