@@ -109,6 +109,11 @@ def test_step_aligns_channels():
     assert [site.step(multiple) for multiple in (1, 2, 3, 8)] == [1, 1, 3, 4]
 
 
+def test_step_aligns_channels_that_a_linear_layer_reads_at_several_positions():
+    site = find_sites(network(), PICTURES)[1]
+    assert (site.name, len(site.columns[0]), site.step(8)) == ("10", 16, 8)
+
+
 def test_kernels_keep_their_memory_format():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     model.to(memory_format=torch.channels_last)

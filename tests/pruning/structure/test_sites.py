@@ -58,6 +58,24 @@ class Joined(nn.Module):
         return self.last(self.norm(torch.cat([self.left(x).relu(), self.right(x).sigmoid()], 1)))
 
 
+class Views(nn.Module):
+    """Layers that read several views of the same channels side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(32, 6, 1)
+        self.ghost, self.last = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(12, 5, 1)
+        self.hidden, self.out = nn.Linear(10, 9), nn.Linear(18, 4)
+
+    def forward(self, x):
+        x = torch.nn.functional.silu(self.stem(x))
+        x = torch.cat([x[..., a::2, b::2] for a in (0, 1) for b in (0, 1)], 1)
+        x = self.inner(x).relu()
+        x = self.last(torch.cat([x, self.ghost(x).relu()], 1))
+        x = self.hidden(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
+        return self.out(torch.cat([x.sin(), x.cos()], 1))
+
+
 class Selected(nn.Module):
     """Hidden units that a second layer reads without gradients, to choose an output."""
 
@@ -95,7 +113,7 @@ def without_units(model, sites, kept):
 
 
 @pytest.mark.parametrize(
-    ("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES), (Selected, ROWS)]
+    ("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES), (Views, PICTURES), (Selected, ROWS)]
 )
 @pytest.mark.parametrize("inner", [True, False])
 def test_removed_units_change_nothing_but_their_own_contribution(build, batch, inner):
@@ -157,6 +175,14 @@ def test_branches_of_a_concatenation_are_sites_of_one_reader():
     sites = find_sites(Joined().eval(), PICTURES)
     assert summary(sites) == {"last:left": ("channels", 4), "last:right": ("channels", 6)}
     assert sites[1].columns == tuple((channel,) for channel in range(4, 10))
+
+
+def test_columns_of_several_views_of_a_channel_are_one_unit():
+    sites = find_sites(Views().eval(), PICTURES)
+    assert summary(sites) == {
+        "inner": ("channels", 8), "last": ("channels", 6), "hidden": ("channels", 5), "out": ("neurons", 9)
+    }  # fmt: skip
+    assert [site.columns[1] for site in sites] == [(1, 9, 17, 25), (1, 7), (1, 6), (1, 10)]
 
 
 def test_text_beside_pictures_keeps_its_positions():

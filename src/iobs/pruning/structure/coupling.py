@@ -8,7 +8,7 @@ region of the network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from iobs.pruning.structure.refusals import refused
 from iobs.pruning.structure.trace import Read, Source, Trace
+from iobs.pruning.structure.units import Index
 
+_VIEWS = (2, 3, 4)  # numbers of equal views of all channels that a layer may read side by side
 UNTOUCHED, SHARED = -1, -2  # labels of entries that no column, or columns of several units, depend on
 
 
@@ -25,12 +27,12 @@ class Columns:
     """Units of the columns of one layer.
 
     Args:
-        size: number of columns of each unit; 0 if the columns do not fall into units.
+        index: the columns of every unit, ascending; empty if the columns do not fall into units.
         labels: for every source that the columns depend on: unit of each channel, int64 (channels,), or of each entry
             of a parameter, in its shape. UNTOUCHED and SHARED stand for no unit and for several units.
     """
 
-    size: int
+    index: Index
     labels: Mapping[str, Tensor]
 
 
@@ -116,18 +118,19 @@ class Dependencies:
     def units(self, read: Read) -> Columns:
         """The smallest units of a layer's columns that do not share a row.
 
-        Units are equal numbers of neighbouring columns. Rows that the first and the last unit share are in no unit,
-        such as the only key and value head of multi-query attention.
+        Units are equal numbers of neighbouring columns, or columns at the same place in several equal views, such as
+        joined averages and maxima of channels. Rows that the first and the last unit share are in no unit, such as the
+        only key and value head of multi-query attention.
         """
         count = read.columns
         ones = [torch.ones_like(given) for given in read.inputs]
         region = [leaf for leaf, _ in self._gradients(read.inputs, ones, self.leaves)]
-        for size in (size for size in range(1, count // 2 + 1) if count % size == 0):
-            labels = self._labels(read, torch.arange(count) // size, region)
+        for units in _forms(count):
+            labels = self._labels(read, units, region)
             if labels is not None:
-                return Columns(size, labels)
+                return Columns(_index(units), labels)
         everything = self.of_columns(read, torch.ones(count, dtype=torch.bool), region)
-        return Columns(0, {name: torch.where(mask, SHARED, UNTOUCHED) for name, mask in everything.items()})
+        return Columns((), {name: torch.where(mask, SHARED, UNTOUCHED) for name, mask in everything.items()})
 
     def _labels(self, read: Read, units: Tensor, region: Sequence[_Leaf]) -> dict[str, Tensor] | None:
         """The unit of every entry, or None if a row of a layer belongs to several units."""
@@ -151,6 +154,20 @@ class Dependencies:
             self.trace.sources[name].axis is not None and bool((one >= 0).any()) for name, one in labels.items()
         )
         return labels if private else None
+
+
+def _forms(count: int) -> Iterator[Tensor]:
+    """The unit of every column, int64 (columns,), in each form of units: neighbouring columns, then repeated views."""
+    columns = torch.arange(count)
+    yield from (columns // size for size in range(1, count // 2 + 1) if count % size == 0)
+    yield from (columns % (count // views) for views in _VIEWS if count % views == 0 and count > views)
+
+
+def _index(units: Tensor) -> Index:
+    found: list[list[int]] = [[] for _ in range(int(units.max()) + 1)]
+    for column, unit in enumerate(units.tolist()):
+        found[unit].append(column)
+    return tuple(map(tuple, found))
 
 
 def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:

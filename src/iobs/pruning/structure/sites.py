@@ -79,7 +79,7 @@ class _Graph:
 
     def __init__(self, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns]) -> None:
         self.traced, self.reads, self.columns = traced, reads, columns
-        counts = [read.columns // one.size if one.size else 0 for read, one in zip(reads, columns, strict=True)]
+        counts = [len(one.index) for one in columns]
         self.starts = [sum(counts[:number]) for number in range(len(counts))]
         self.parent = list(range(sum(counts)))
         self.blocked: set[int] = set()  # units whose removal would change other parts of the network
@@ -127,7 +127,7 @@ class _Graph:
             if joined(source.path, source.parameter) in tied:
                 self.blocked |= set(self.nodes[name].values())
         for number, read in enumerate(self.reads):
-            if joined(read.path, read.parameter) in tied and self.columns[number].size:
+            if joined(read.path, read.parameter) in tied and self.columns[number].index:
                 end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.parent)
                 self.blocked |= set(range(self.starts[number], end))
 
@@ -165,8 +165,8 @@ def _group(units: Sequence[dict[int, list[int]]], entries: Sequence[dict[str, li
 def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns], group: _Group) -> Site:
     readers = []
     for number, units in group.units.items():
-        read, size = reads[number], columns[number].size
-        index = tuple(tuple(unit * size + column for unit in own for column in range(size)) for own in units)
+        read, known = reads[number], columns[number].index
+        index = tuple(tuple(sorted(column for unit in own for column in known[unit])) for own in units)
         weight = Slices(read.path, read.parameter, read.axis, index)
         bias = getattr(model.get_submodule(read.path), "bias", None) is not None
         readers.append((read, Reader(weight, read.width, read.positions, read.norm, bias)))
@@ -209,7 +209,8 @@ def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
     modules = [model.get_submodule(one.path) for one in writers]
     if any(isinstance(one, (*CONVOLUTIONS, *TRANSPOSED)) for one in (model.get_submodule(reader.path), *modules)):
         return "channels"
-    return "heads" if len(reader.weight.index[0]) > 1 else "neurons"
+    first, *others = reader.weight.index[0]
+    return "heads" if first + 1 in others else "neurons"  # columns that are no neighbours are views of one neuron
 
 
 def _common(paths: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -136,8 +136,8 @@ class Site:
         return self.readers[0].columns
 
     def step(self, multiple_of: int) -> int:
-        """The smallest number of units whose channels are a multiple of a width, such as 8, 16 or 64."""
-        return multiple_of // gcd(multiple_of, len(self.readers[0].weight.index[0]))
+        """The smallest number of units with which all readers and writers have a multiple of 8, 16 or another width."""
+        return lcm(*(multiple_of // gcd(multiple_of, len(one.index[0])) for one in self.slices))
 
     @property
     def slices(self) -> tuple[Slices, ...]:
