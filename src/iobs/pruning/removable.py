@@ -206,6 +206,12 @@ def _note_kept(
         notes.append(f"torch.jit hides the layers of {names_of}: prune the Python modules, and script them afterwards.")
     if not left:
         nothing = "No channels, neurons or heads were found that can be removed from this model."
+        if not notes:
+            notes.append(
+                "Units lie between two layers, outside the outputs and the residual stream, where no norm, softmax or "
+                'shuffle mixes them. units="stream" also takes the stream of a network with batch norms; Unstructured '
+                "and NM remove entries of any layer."
+            )
         raise LayerSelectionError(" ".join([nothing, *notes]))
     for note in notes:
         callbacks.on_note(note)

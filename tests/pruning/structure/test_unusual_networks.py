@@ -57,6 +57,12 @@ def test_units_that_code_counts_are_kept_with_a_reason():
     assert notes[0].startswith("last: all units are kept, since the narrower Constant fails (unflatten")
 
 
+def test_networks_whose_norms_mix_all_units_are_told_what_is_left():
+    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 3))
+    with pytest.raises(LayerSelectionError, match="where no norm, softmax or shuffle mixes them.*Unstructured and NM"):
+        plan(model)
+
+
 class Computed(Body):
     def __init__(self):
         super().__init__()
