@@ -341,6 +341,40 @@ def test_heads_are_found_in_attention_over_one_position(fused):
     assert {one.path for one in site.writers} == {"queries", "keys", "values"}
 
 
+class OtherBiases(nn.Module):
+    """Layers whose biases are computed, or are parameters of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 48, bias=False), nn.Linear(16, 8)
+        self.queries, self.values = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.register_buffer("keys", torch.zeros(16))
+        self.enter, self.leave = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(12, 8))
+        self.shift = nn.Parameter(torch.randn(12))
+        self.first, self.last = nn.Conv1d(1, 6, 3, bias=False), nn.Conv1d(6, 2, 3)
+        self.level = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        bias = torch.cat((self.queries, self.keys, self.values))
+        q, k, v = nn.functional.linear(x, self.qkv.weight, bias).view(len(x), 3, -1, 4).permute(1, 2, 0, 3)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))
+        x = x + torch.addmm(self.shift, x, self.enter).relu() @ self.leave
+        h = nn.functional.conv1d(x[:, None], self.first.weight, self.level)
+        return self.last(h.relu())
+
+
+def test_units_with_biases_of_other_modules_lose_them():
+    model = OtherBiases().eval()
+    units, notes = plan(model)
+    assert [(name, count) for name, _, count in units] == [("out", 4), ("last", 6)]
+    assert "leave, which reads them, is no weight" in " ".join(notes)
+    pruned(model)
+    heads = model.qkv.weight.shape[0] // 12
+    assert 1 <= heads < 4
+    assert len(model.queries) == len(model.keys) == len(model.values) == 4 * heads
+    assert len(model.level) == len(model.first.weight) < 6
+
+
 class Unregistered(nn.Module):
     def __init__(self):
         super().__init__()

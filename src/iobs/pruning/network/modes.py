@@ -247,3 +247,20 @@ def _set_forward(module: nn.Module, forward: Callable[..., object] | None) -> No
         del module.forward
     else:
         module.forward = forward
+
+
+@contextmanager
+def keeping_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore what the forward pass stored in modules: buffers, activations, and tables made of noise."""
+    tables = [vars(module) for module in model.modules()]
+    tables += [value for table in tables for value in table.values() if type(value) is dict]  # buffers among them
+    before = [(table, dict(table)) for table in tables]
+    lists = [(value, list(value)) for table in tables for value in table.values() if type(value) is list]
+    try:
+        yield
+    finally:
+        for value, old in lists:
+            value[:] = old
+        for table, entries in before:
+            table.clear()
+            table.update(entries)

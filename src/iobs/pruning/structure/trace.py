@@ -14,8 +14,7 @@ The noise in its place is no leaf, and is stored once for all equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.network.calls import Argument, factors
 from iobs.pruning.network.layers import joined
-from iobs.pruning.network.modes import evaluating, keeping_buffers
+from iobs.pruning.network.modes import evaluating, keeping_attributes, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
 from iobs.pruning.structure import smooth
@@ -135,7 +134,7 @@ def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
     with (
         evaluating(model),
         keeping_buffers(model),
-        _attributes_kept(model),
+        keeping_attributes(model),
         torch.enable_grad(),
         recorder,
         refused(reason),
@@ -146,23 +145,6 @@ def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
         value for value in (*values, *recorder.shown) if value.is_floating_point() and value.requires_grad
     ]
     return recorder.found
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore what the forward pass stored in modules: buffers, activations, and tables made of noise."""
-    tables = [vars(module) for module in model.modules()]
-    tables += [value for table in tables for value in table.values() if type(value) is dict]  # buffers among them
-    before = [(table, dict(table)) for table in tables]
-    lists = [(value, list(value)) for table in tables for value in table.values() if type(value) is list]
-    try:
-        yield
-    finally:
-        for value, old in lists:
-            value[:] = old
-        for table, entries in before:
-            table.clear()
-            table.update(entries)
 
 
 def _holds_tensors(value: Argument) -> bool:
@@ -258,13 +240,28 @@ class _Recorder(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if id(weight) not in self.names:
             return F.linear(input, weight, self._replaced(bias))
-        return self._layer(input, weight, 1, 0, input.ndim - 1, F.linear)
+        return self._biased(self._layer(input, weight, 1, 0, input.ndim - 1, F.linear), weight, bias)
 
     def _added_product(self, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
         """A product of an input and a weight matrix, or of two tensors, that is added to another tensor."""
         if id(mat2) in self.transposes or id(mat2) in self.names:
-            return self._product(torch.mm, mat1, mat2)
+            weight = self.transposes[id(mat2)][1] if id(mat2) in self.transposes else mat2
+            return self._biased(self._product(torch.mm, mat1, mat2), weight, input)
         return torch.addmm(*self._replaced((input, mat1, mat2)))
+
+    def _biased(self, output: Tensor, weight: Tensor, bias: Tensor | None, behind: int = 0) -> Tensor:
+        """Add a bias that is not the layer's own, such as the joined biases of queries and values.
+
+        Args:
+            output: noise.
+            weight: a parameter of the model.
+            bias: the bias; one of the layer itself belongs to the layer's rows and is not added.
+            behind: dimensions of the output behind the channels.
+        """
+        if bias is None or self.names.get(id(bias)) == (self.names[id(weight)][0], "bias"):
+            return output
+        added = self._replaced(bias).to(output.dtype)
+        return output + (added.view(-1, *(1,) * behind) if behind else added)
 
     def _viewed(self, func: Callable[..., Argument], input: Argument, *args: Argument, **kwargs: Argument) -> Argument:
         """Remember transposes of weight matrices, and let other attributes of tensors through."""
@@ -297,7 +294,8 @@ class _Recorder(TorchFunctionMode):
             return func(input, own, bias, **settings)
         columns = 0 if func in _TRANSPOSED else 1
         channel = input.ndim - weight.ndim + 1
-        return self._layer(input, weight, columns, 1 - columns, channel, lambda x, w: func(x, w, **settings))
+        output = self._layer(input, weight, columns, 1 - columns, channel, lambda x, w: func(x, w, **settings))
+        return self._biased(output, weight, bias, weight.ndim - 2)
 
     def _layer(
         self, given: Tensor, weight: Tensor, columns: int, rows: int, channel: int, compute: Callable[..., Tensor]
