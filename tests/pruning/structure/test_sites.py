@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import iobs
 from iobs.errors import ModelError
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import find_sites, traced_sites
+from iobs.pruning.structure.sites import checked_sites, find_sites, traced_sites
 from iobs.pruning.structure.traced_batches import shortened
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
@@ -76,6 +76,22 @@ class Views(nn.Module):
         return self.out(torch.cat([x.sin(), x.cos()], 1))
 
 
+class Split(nn.Module):
+    """A layer whose rows are split into halves with layers of their own, and one that is split by a width."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.own, self.join = nn.Conv2d(3, 16, 1), nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(14, 12, 1)
+        self.width, self.norm = 4, nn.BatchNorm2d(12)
+        self.parts, self.last = nn.ModuleList(nn.Conv2d(4, 5, 1) for _ in range(3)), nn.Conv2d(15, 4, 1)
+
+    def forward(self, x):
+        left, right = self.enter(x).relu().chunk(2, 1)
+        x = self.norm(self.join(torch.cat([left, self.own(right).relu()], 1)))
+        parts = torch.split(x, self.width, 1)
+        return self.last(torch.cat([layer(part).relu() for layer, part in zip(self.parts, parts, strict=True)], 1))
+
+
 class Selected(nn.Module):
     """Hidden units that a second layer reads without gradients, to choose an output."""
 
@@ -113,7 +129,8 @@ def without_units(model, sites, kept):
 
 
 @pytest.mark.parametrize(
-    ("build", "batch"), [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES), (Views, PICTURES), (Selected, ROWS)]
+    ("build", "batch"),
+    [(llama, TEXT), (Residual, PICTURES), (Joined, PICTURES), (Views, PICTURES), (Split, PICTURES), (Selected, ROWS)],
 )
 @pytest.mark.parametrize("inner", [True, False])
 def test_removed_units_change_nothing_but_their_own_contribution(build, batch, inner):
@@ -183,6 +200,20 @@ def test_columns_of_several_views_of_a_channel_are_one_unit():
         "inner": ("channels", 8), "last": ("channels", 6), "hidden": ("channels", 5), "out": ("neurons", 9)
     }  # fmt: skip
     assert [site.columns[1] for site in sites] == [(1, 9, 17, 25), (1, 7), (1, 6), (1, 10)]
+
+
+def test_equal_parts_of_a_layer_lose_units_together():
+    found = checked_sites(Split().eval(), [PICTURES])
+    assert not found.refused
+    sites = {site.name: site for site in found.sites}
+    assert summary(found.sites) == {
+        "own": ("channels", 8), "join:own": ("channels", 6), "parts.0": ("channels", 4),
+        "last:parts.0": ("channels", 5), "last:parts.1": ("channels", 5), "last:parts.2": ("channels", 5),
+    }  # fmt: skip
+    assert {one.key: one.index[1] for one in sites["own"].writers}["enter.weight"] == (1, 9)
+    assert {one.path: one.weight.index[1] for one in sites["own"].readers} == {"own": (1,), "join": (1,)}
+    assert {one.key: one.index[1] for one in sites["parts.0"].writers}["join.bias"] == (1, 5, 9)
+    assert [(one.name, one.each) for one in sites["parts.0"].attributes] == [("width", 1)]
 
 
 def test_text_beside_pictures_keeps_its_positions():

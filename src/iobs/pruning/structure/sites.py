@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, joined
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
+from iobs.pruning.structure.equal_parts import with_equal_parts
 from iobs.pruning.structure.trace import Read, Source, Trace, trace
 from iobs.pruning.structure.traced_batches import shortened
-from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices
+from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices, common_path
 from iobs.pruning.structure.verification import Verified, verify
 
 
@@ -38,7 +39,8 @@ def checked_sites(model: nn.Module, given: Sequence[Batch], inner: bool = True) 
         given: short batches, from `traced_batches`.
         inner: as there.
     """
-    return verify(model, given, _sites(model, given, inner))
+    sites = _sites(model, given, inner)
+    return with_equal_parts(model, given, sites, verify(model, given, sites))
 
 
 def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
@@ -182,7 +184,7 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
     first = min(order[one.weight.key] for one in found if one is found[0] or not _reads_averages(one, traced.samples))
     inner = last < first
     name = found[0].path or found[0].weight.parameter  # of the model itself
-    return Site(name, kind, found, tuple(writers), _common(paths), inner)
+    return Site(name, kind, found, tuple(writers), common_path(paths), inner)
 
 
 def _reads_averages(reader: Reader, samples: int) -> bool:
@@ -211,15 +213,6 @@ def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
         return "channels"
     first, *others = reader.weight.index[0]
     return "heads" if first + 1 in others else "neurons"  # columns that are no neighbours are views of one neuron
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The longest path of a module that holds all parameters, by their full names."""
-    split = [path.split(".") for path in paths]
-    length = 0
-    while all(len(one) > length + 1 and one[length] == split[0][length] for one in split):
-        length += 1
-    return ".".join(split[0][:length])
 
 
 def _renamed(site: Site) -> Site:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Literal, TypeAlias
@@ -162,3 +162,12 @@ class Site:
             writers=tuple(map(moved, self.writers)),
             attributes=tuple(replace(one, path=one.path[start:]) for one in self.attributes),
         )
+
+
+def common_path(names: Sequence[str]) -> str:
+    """The longest path of a module that holds all parameters, by their full names."""
+    split = [name.split(".") for name in names]
+    length = 0
+    while all(len(one) > length + 1 and one[length] == split[0][length] for one in split):
+        length += 1
+    return ".".join(split[0][:length])
