@@ -287,6 +287,15 @@ def test_one_expert_is_chosen_as_brute_force_does():
     )
 
 
+def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_others():
+    model = built(MIXTURES["mixtral"]())
+    parts = Experts.found(model, text())
+    mixture = model.get_submodule(parts.stacks[0].path)
+    mixture.num_shared_experts, mixture.num_routed_experts = 6, 6
+    with parts.without({stack.path: [1, 2] for stack in parts.stacks}):
+        assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
+
+
 @pytest.mark.parametrize("fails", ["Expected.of", "_require_loadable", "seconds_of"])  # before `finish` and after it
 @pytest.mark.parametrize("units", ["blocks", "experts"])
 def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
