@@ -17,6 +17,8 @@ def test_help_names_every_command(run):
     for name in COMMANDS:
         assert "Usage" in run(name, "--help").output
     assert "*.mlp.*" in run("prune", "--help").output, "markdown takes lone stars away"
+    for name in ("run", "export"):
+        assert "first GPU" not in " ".join(run(name, "--help").output.split()), "they run on the CPU only"
     assert run("--version").output.strip() == f"iobs {iobs.__version__}"
 
 

@@ -17,15 +17,17 @@ def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
     assert "8 x 24 GB" in shown
     assert "(fits)" in shown
     found = json.loads(run(*arguments, "--json").stdout)
-    assert len(found) == 6
-    assert all(one["fits"] and one["phases"]["solves"] > 0 for one in found)
+    assert len(found["machines"]) == 6
+    assert all(one["fits"] and one["phases"]["solves"] > 0 for one in found["machines"])
+    assert found["weights"] > 0
 
 
 def test_dry_run_without_weights_follows_the_settings_of_the_run(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "dtype": "bfloat16"}))
 
     def fitting(*options):
-        found = json.loads(run("prune", tmp_path, "--low-memory", "--dry-run", "--json", *options).stdout)[0]
+        shown = run("prune", tmp_path, "--low-memory", "--dry-run", "--json", *options).stdout
+        found = json.loads(shown)["machines"][0]
         return found["peak_bytes"]["steps of blocks"], found["phases"]["steps of blocks"]
 
     usual = fitting()

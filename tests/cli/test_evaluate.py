@@ -41,3 +41,12 @@ def test_evaluate_checks_answer_letters_first(run, tmp_path, monkeypatch):
 )
 def test_evaluate_refuses_options_without_effect(run, options, message):
     assert message in run("evaluate", *options, code=2).output.replace("\n", " ")
+
+
+def test_cut_prompts_are_reported_with_quiet_too(run, tmp_path, monkeypatch):
+    """The shares are then those of other prompts."""
+    monkeypatch.setattr("iobs.evaluate.answer", lambda *_, **__: ({"all": 0.5}, 1))
+    monkeypatch.setattr("iobs.evaluate.answers.letter_tokens", lambda _: None)
+    question = {"split": "test", "subject": "s", "question": "q", "choices": [*"abcd"], "answer": 0}
+    (tmp_path / "a.jsonl").write_text(json.dumps(question))
+    assert "1 of 1 prompts were longer" in run("evaluate", "--questions", tmp_path / "a.jsonl", "--quiet").stderr

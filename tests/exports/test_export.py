@@ -91,6 +91,17 @@ def test_command_writes_beside_the_model_and_says_so(embedded, tmp_path):
     assert wrong.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [((), "mistyped is no directory here"), (("--device", "cuda", "-o", "out"), "files are written from main memory")],
+)
+def test_command_names_what_is_wrong_before_any_work(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["export", "mistyped", "--to", "macko", *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(("target", "weights"), [("onnx", "model.onnx"), ("openvino", "openvino_model.bin")])
 def test_command_takes_the_shape_of_a_picture(tmp_path, target, weights):
     """A network of one's own does not say its inputs, and the command has no other example."""

@@ -100,6 +100,32 @@ def test_tensors_that_are_loaded_after_a_product_are_multiplied(name, assign):
     assert torch.equal(form(given), other(given))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("name", "part", "given"),
+    [("index-bf16", "indices", 64), ("bitmask-bf16", "mask", -1), ("bitmask-int4", "starts", 10**6)],
+)
+def test_damaged_tensors_are_not_loaded(name, part, given, assign):
+    """Kernels would read beyond their ends."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 8, bias=False)
+    layer.weight.data[:, ::2] = 0
+    model = nn.Sequential(stored(layer, name))
+    before, state = model[0].weight, {name: one.clone() for name, one in model.state_dict().items()}
+    state[f"0.stored_{part}"].view(-1)[1] = given
+    with pytest.raises(RuntimeError, match=r"0\.matrix: The stored matrix is damaged"):
+        model.load_state_dict(state, assign=assign)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_parts_of_two_stored_matrices_are_not_loaded_together():
+    first, second = (nn.Linear(64, 8, bias=False) for _ in range(2))
+    first.weight.data[:4], second.weight.data[4:] = 0, 0
+    form, other = (stored(layer, "bitmask-bf16") for layer in (first, second))
+    with pytest.raises(RuntimeError, match="the mask and the starts"):
+        form.load_state_dict({"stored_mask": other.stored_mask}, strict=False)
+
+
 def test_copies_pickles_and_state_dicts_compute_the_same(fastest):
     model, given = network(), torch.randn(2, 256)
     iobs.accelerate(model)

@@ -318,6 +318,17 @@ def test_keys_that_are_kept_elsewhere_do_not_change(steps):
     assert torch.equal(held, before)
 
 
+def test_values_that_are_replaced_in_a_cache_are_read(steps):
+    found = []
+    for model in stored():
+        _, cache = continued(model, IDS, [3, 1, 1])
+        cache.layers[0].values = torch.zeros_like(cache.layers[0].values)
+        with torch.no_grad():
+            found.append(model(input_ids=IDS[:, 5:6], past_key_values=cache, use_cache=True).logits)
+    assert steps == [3, 4, 5]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
 def test_memory_of_a_text_goes_with_its_cache():
     _, other = stored()
     _, cache = continued(other, IDS, [3, 1])

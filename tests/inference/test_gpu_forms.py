@@ -19,7 +19,7 @@ from torch.sparse import _semi_structured_conversions as layout
 
 import iobs
 from iobs.errors import ModelError, ProblemError
-from iobs.inference import choices, gpu
+from iobs.inference import choices, gpu, offsets
 from iobs.inference.gpu import is_two_four, no_two_four
 from iobs.inference.offsets import OffsetLinear, packed, smallest
 
@@ -151,6 +151,7 @@ def test_few_tokens_of_a_layer_of_offsets_take_the_kernel(interpreted, monkeypat
     layer, calls, multiply = sparse(20, 70), [], interpreted.multiply
     form = OffsetLinear(layer)
     monkeypatch.setattr(interpreted, "multiply", lambda *given: calls.append(1) or multiply(*given))
+    monkeypatch.setattr(offsets, "_has_kernel", lambda given: True)
     torch.testing.assert_close(form(torch.ones(1, 2, 70)), layer(torch.ones(1, 2, 70)))
     assert calls == [1]
     torch.testing.assert_close(form(torch.ones(9, 70)), layer(torch.ones(9, 70)))
@@ -193,6 +194,41 @@ def test_copies_and_state_dicts_of_a_layer_of_offsets_keep_the_weight():
     other.values.zero_()
     other.load_state_dict(form.state_dict())
     assert torch.equal(other.weight, form.weight)
+
+
+def test_a_layer_of_offsets_computes_without_its_kernel_on_the_cpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "iobs.inference.offsets_triton", None)
+    layer = sparse(8, 40)
+    assert torch.equal(OffsetLinear(layer)(torch.ones(1, 40)), layer(torch.ones(1, 40)))
+
+
+def test_rows_of_other_lengths_are_loaded_into_a_layer_of_offsets():
+    """The kernel would leave out the last groups of a row that has become longer."""
+    even, uneven = torch.zeros(2, 80), torch.zeros(2, 80)
+    even[:, :64] = uneven[0] = 1.0
+    uneven[1, 0] = 1.0
+    form, other = (OffsetLinear(filled(weight)) for weight in (even, uneven))
+    assert (form.longest, other.longest) == (2, 3)
+    form.load_state_dict(other.state_dict())
+    assert form.longest == 3
+    assert torch.equal(form.weight, uneven)
+
+
+def filled(weight):
+    layer = nn.Linear(*reversed(weight.shape), bias=False)
+    layer.weight.data.copy_(weight)
+    return layer
+
+
+@pytest.mark.parametrize("part", ["starts", "bases", "offsets"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_damaged_parts_of_a_layer_of_offsets_are_refused(part, assign):
+    model = nn.Sequential(OffsetLinear(sparse(8, 40)))
+    before, state = model[0].weight, {name: one.clone() for name, one in model.state_dict().items()}
+    state[f"0.{part}"][1] = 100
+    with pytest.raises(RuntimeError, match=r"0\.weight: the column offsets are damaged"):
+        model.load_state_dict(state, assign=assign)
+    assert torch.equal(model[0].weight, before)
 
 
 def test_two_four_is_at_most_two_of_each_four():

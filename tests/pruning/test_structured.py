@@ -187,6 +187,14 @@ def test_narrower_network_gets_zeros_on_a_grid():
     assert len(model[2].conv2.weight.detach()[0].unique()) <= 2 * 7 + 1  # one scale for a row
 
 
+@pytest.mark.parametrize("size", [8, 12])
+def test_costs_of_samples_of_several_shapes_are_noted(size):
+    data = [*pictures(), torch.randn(20, 3, size, size)]
+    report = iobs.prune(network(), data, "structured:50%", "one-shot")
+    found = [note for note in report.notes if "samples of the first calibration batch" in note]
+    assert len(found) == (size != 8)
+
+
 def test_network_without_units_is_refused():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Softmax(1), nn.Flatten(), nn.LayerNorm(256)).eval()
     with pytest.raises(LayerSelectionError, match="No channels"):

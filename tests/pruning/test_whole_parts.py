@@ -287,6 +287,21 @@ def test_one_expert_is_chosen_as_brute_force_does():
     )
 
 
+def test_costs_of_texts_of_several_lengths_are_noted():
+    data = [*text(), {"input_ids": text()[0]["input_ids"][:, :12]}]
+    report = iobs.prune(llama(), data, iobs.Structured(0.3, units="blocks"), "one-shot")
+    assert any("samples of the first calibration batch" in note for note in report.notes)
+
+
+def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_others():
+    model = built(MIXTURES["mixtral"]())
+    parts = Experts.found(model, text())
+    mixture = model.get_submodule(parts.stacks[0].path)
+    mixture.num_shared_experts, mixture.num_routed_experts = 6, 6
+    with parts.without({stack.path: [1, 2] for stack in parts.stacks}):
+        assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
+
+
 @pytest.mark.parametrize("fails", ["Expected.of", "_require_loadable", "seconds_of"])  # before `finish` and after it
 @pytest.mark.parametrize("units", ["blocks", "experts"])
 def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):

@@ -75,6 +75,21 @@ def test_masked_adapters_compute_what_the_merge_gives():
     assert all(row.dropped == 0 for row in report.rows)
 
 
+def test_masks_are_those_of_the_adapter_of_each_sample():
+    whole = adapted(sparse_llama())
+    whole.add_adapter("other", peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False))
+    mask_adapters(whole.eval())
+    tokens = torch.stack([row["input_ids"] for row in rows(3)])
+    with torch.no_grad():
+        found = whole(input_ids=tokens, adapter_names=["default", "other", "__base__"]).logits
+        alone = [whole(input_ids=tokens[:1]).logits]
+        whole.set_adapter("other")
+        alone.append(whole(input_ids=tokens[1:2]).logits)
+        with whole.disable_adapter():
+            alone.append(whole(input_ids=tokens[2:]).logits)
+    torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
 def test_masked_adapters_can_be_removed():
     whole = adapted(sparse_llama())
     free = logits(whole)

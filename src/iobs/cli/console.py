@@ -226,6 +226,16 @@ Device = Annotated[
         rich_help_panel=MACHINE_PANEL,
     ),
 ]
+OnlyCPU = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cpu: this command runs on the CPU only.",
+        autocompletion=completion.words(("cpu",)),
+        show_default=False,
+        rich_help_panel=MACHINE_PANEL,
+    ),
+]
 DType = Annotated[
     str | None,
     typer.Option(
@@ -308,6 +318,25 @@ class Loading:
     device: Device = None
     allow_pickle: AllowPickle = False
     trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class LoadingOnCPU(Loading):
+    """Options for loading MODEL, of commands that run on the CPU only."""
+
+    device: OnlyCPU = None
+
+    def require_cpu(self, why: str) -> None:
+        """Check --device.
+
+        Args:
+            why: the reason why no other device does, for the message.
+
+        Raises:
+            typer.BadParameter: it names another device.
+        """
+        if self.device not in (None, "cpu"):
+            raise typer.BadParameter(why, param_hint="--device")
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -82,8 +82,8 @@ def evaluate(
         with Steps("answering") as steps:
             table, cut = answer(loaded, asked, shots=5 if shots is None else shots, progress=steps.update)
         answers = {f"{questions.name}: {subject}": share for subject, share in table.items()}
-        if cut:
-            console.say(
+        if cut:  # the shares are then those of other prompts
+            console.warn(
                 f"{cut} of {len(asked.test)} prompts were longer than the model's context: beginnings were cut."
             )
     if talk.as_json:

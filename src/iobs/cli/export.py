@@ -48,7 +48,7 @@ def export(
     ] = None,
     shape: console.Shape = None,
     overwrite: console.Overwrite = False,
-    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
+    loading: console.LoadingOnCPU = console.LoadingOnCPU(),  # noqa: B008 - frozen
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers."""
@@ -65,9 +65,13 @@ def export(
     if bits is not None and bits not in TARGETS[to].bits:
         known = ", ".join(map(str, TARGETS[to].bits))
         raise typer.BadParameter(f"{to} holds {known} bits, not {bits}", param_hint="--bits")
+    loading.require_cpu("files are written from main memory; leave it out")
     sizes = console.shape_of(shape)
     if output is None and not expanded(model).is_dir():
-        raise typer.BadParameter("give an output directory: MODEL is none", param_hint="--output / -o")
+        raise typer.BadParameter(
+            f"{model} is no directory here, so the files have no place beside it; correct it, or say where they go",
+            param_hint="--output / -o",
+        )
     target = output or beside(Path(model), to)
     replaceable = names_to_replace(target, TARGETS[to].weights, overwrite)
     if replaceable and holds(target, Path(model)):

@@ -124,7 +124,8 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: tor
     itemsize = None if arithmetic is None else arithmetic.itemsize
     needs = [need(*asked_for, one, options.holdout, itemsize) for one in machines]
     if as_json:
-        console.print_json([{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs])
+        found = [{**asdict(one), "fits": one.fits, "streams": one.streams} for one in needs]
+        console.print_json({"weights": network.weights, "machines": found})
         return
     out = console.output_console().print
     out(f"{directory} holds no weights: predicted from config.json for {network.weights / 1e9:.1f} billion weights,")

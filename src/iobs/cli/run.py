@@ -25,7 +25,7 @@ def run(
             show_default=False,
         ),
     ] = None,
-    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
+    loading: console.LoadingOnCPU = console.LoadingOnCPU(),  # noqa: B008 - frozen
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Continue a text with a language model, with zeros used for speed. Always takes the most likely token."""
@@ -40,8 +40,7 @@ def run(
     from iobs.inference.storing import precision_of
 
     asked = checked_precision(precision, model, (*PRECISIONS, "dense"))
-    if loading.device not in (None, "cpu"):
-        raise typer.BadParameter("stored matrices compute on the CPU only", param_hint="--device")
+    loading.require_cpu("stored matrices compute on the CPU only")
     if threads is not None:
         torch.set_num_threads(threads)
     loaded = load_to_run(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)

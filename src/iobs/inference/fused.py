@@ -51,10 +51,10 @@ class _Session:
         """Check that the cache still has the first `position` keys and values of this session, and room is left."""
         if self.cache() is not cache or position == self.decoder.longest:
             return False
-        own = torch.from_numpy(self.keys)
         return all(
-            layer.keys.data_ptr() == own[number].data_ptr() and layer.keys.shape[-2] == position
+            one.data_ptr() == own.ctypes.data + number * own.strides[0] and one.shape[-2] == position
             for number, layer in enumerate(cache.layers)
+            for one, own in ((layer.keys, self.keys), (layer.values, self.values))
         )
 
     def step(self, token: int, position: int) -> Reals:

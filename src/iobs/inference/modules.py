@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError, ProblemError
-from iobs.inference.formats import FormatName, StoredMatrix, store
+from iobs.inference.formats import FormatName, StoredMatrix, require_valid, store
 from iobs.inference.gpu import is_form
+from iobs.inference.loading import buffers_after
 from iobs.inference.no_gradient import without_gradient
 from iobs.inference.product import Product, products_by_amx
 
@@ -46,8 +47,10 @@ class StoredLayer(nn.Module):
     @property
     def matrix(self) -> StoredMatrix:
         """The stored matrix; it shares the memory of the module."""
-        found = self.named_buffers(recurse=False)
-        tensors = {name.removeprefix("stored_"): one for name, one in found}
+        return self._matrix_of(dict(self.named_buffers(recurse=False)))
+
+    def _matrix_of(self, buffers: Mapping[str, Tensor]) -> StoredMatrix:
+        tensors = {name.removeprefix("stored_"): one for name, one in buffers.items()}
         return StoredMatrix(self.format, self._rows, self._columns, tensors)
 
     @property
@@ -88,13 +91,24 @@ class StoredLayer(nn.Module):
         unexpected: list[str],
         problems: list[str],
     ) -> None:
-        """Take a state dict of an accelerated model; that of a dense one is an error, also where strict is False."""
+        """Take a state dict of an accelerated model.
+
+        That of a dense one, and tensors that kernels would read beyond their ends, are errors, also where strict is
+        False.
+        """
         if f"{prefix}weight" in state and not any(name.startswith(f"{prefix}stored_") for name in state):
             problems.append(
                 f"{prefix}weight is that of a dense layer, and the layer here is a stored matrix of iobs.accelerate; "
                 "load the state dict into the dense model, and accelerate it afterwards."
             )
             return
+        loaded = buffers_after(self, state, prefix, metadata)
+        if loaded is not None:
+            try:
+                require_valid(self._matrix_of(loaded))
+            except ModelError as error:
+                problems.append(f"{prefix}matrix: {error}")
+                return
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
         self._forget()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from iobs.inference.loading import buffers_after
 from iobs.inference.no_gradient import without_gradient
 
 GROUP = 32  # entries of a group, which share the column that their offsets count from
@@ -33,7 +34,7 @@ class OffsetLinear(nn.Module):
         weight, self.trained = layer.weight.detach(), layer.weight.requires_grad
         for name, part in zip(("values", "offsets", "bases", "starts"), smallest(weight), strict=True):
             self.register_buffer(name, part)
-        self.longest = int(self.starts.diff().max())
+        self.longest = _longest(self.starts)
         self.bias = layer.bias
 
     @property
@@ -53,7 +54,7 @@ class OffsetLinear(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         """The layer's output (..., out_features) of (..., in_features)."""
         flat = given.reshape(-1, self.in_features)
-        if not 0 < len(flat) <= _FEW:
+        if not 0 < len(flat) <= _FEW or not _has_kernel(given):
             return nn.functional.linear(given, self._unpacked(given), self.bias)
         few: Tensor = self._few(flat.contiguous())
         return few.view(*given.shape[:-1], self.out_features)
@@ -70,9 +71,46 @@ class OffsetLinear(nn.Module):
         parts = self.values, self.offsets, self.bases, self.starts, self.longest
         return without_gradient(lambda few: multiply(*parts, few, self.bias), given, self.trained)
 
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        metadata: dict[str, object],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        problems: list[str],
+    ) -> None:
+        """Take a state dict; parts that the kernel would read beyond their ends are an error."""
+        new = buffers_after(self, state, prefix, metadata)
+        if new and not _fit(new["values"], new["offsets"], new["bases"], new["starts"], self.in_features):
+            problems.append(f"{prefix}weight: the column offsets are damaged; accelerate the dense model again.")
+            return
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+        self.longest = _longest(self.starts)
+
     def extra_repr(self) -> str:
         """Shape and format."""
         return f"{self.in_features}, {self.out_features}, format=offsets"
+
+
+def _has_kernel(given: Tensor) -> bool:
+    """Check that the kernel can read activations: a model may have been moved to the CPU."""
+    return given.is_cuda
+
+
+def _longest(starts: Tensor) -> int:
+    """Most groups of a row."""
+    return int(starts.diff().max())
+
+
+def _fit(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, columns: int) -> bool:
+    """Check that the starts divide all groups among the rows, and that every entry has one of the columns."""
+    counts = starts.long().diff()
+    if int(starts[0]) != 0 or int(starts[-1]) != len(bases) or bool((counts < 0).any()):
+        return False
+    places = (bases.long()[:, None] + offsets.view(-1, GROUP).long()).flatten()[values != 0]
+    return bool(((places >= 0) & (places < columns)).all())
 
 
 def smallest(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

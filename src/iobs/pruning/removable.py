@@ -36,7 +36,7 @@ from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.structure.widths import Widths, require_together, widths_of
 from iobs.pruning.widths.clock import require_runtime
-from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.costs import Products, note_differing_shapes
 
 Names = str | Sequence[str] | None
 
@@ -108,6 +108,7 @@ def find_units(store: Store, collected: Sequence[Batch], asked: Asked, callbacks
             "The first calibration batch reaches no layer that holds units, so that no cost can be counted; give "
             "data that reach them first."
         )
+    note_differing_shapes(collected, callbacks.on_note)
     return Found(sites, form, loadable, dense)
 
 

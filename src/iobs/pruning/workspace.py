@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.finetune.sampled_text import copies_to_sample, with_sampled_text
+from iobs.pruning.finetune.sampled_text import copies_to_sample, require_sampling, with_sampled_text
 from iobs.pruning.finetune.scoring import Scoring
 from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
@@ -36,6 +36,7 @@ from iobs.pruning.store import Store
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 
 SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
+_SAMPLED = "sampled text"  # key in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Workspace:
         heldout: held-out samples.
         callbacks: callbacks of the run; they also store the notes.
         frozen: names of the parameters that the user froze.
+        copies: windows that are sampled from the dense model for every calibration window, and added to `fit`.
         checkpoint: the checkpoint, or the null checkpoint.
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
@@ -131,6 +133,7 @@ class Workspace:
     heldout: Samples
     callbacks: Callbacks
     frozen: frozenset[str]
+    copies: int = 0
     checkpoint: Checkpoint = field(init=False)
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
@@ -146,6 +149,11 @@ class Workspace:
         everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
         changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
         self.store.remember(None if everything else changed)
+        if self.copies:
+            # Of the given samples: the bits of the model, and so the sampled text, may differ on another machine.
+            self.checkpoint = opened(self.request.checkpoint, self._identity)
+            seed = self.request.seed
+            self.fit = with_sampled_text(self.store.model, self.fit, self.copies, seed, self._known_windows)
         self.scoring = None
         if self.store.whole and recipe.compares:
             self.scoring = Scoring(
@@ -160,7 +168,16 @@ class Workspace:
             )
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))
-        self.checkpoint = opened(self.request.checkpoint, self._identity)
+        if not self.copies:
+            self.checkpoint = opened(self.request.checkpoint, self._identity)
+
+    def _known_windows(self, sample: Callable[[], Tensor]) -> Tensor:
+        """The sampled windows of an interrupted run, or new ones, which are stored."""
+        if _SAMPLED in self.checkpoint:
+            return self.checkpoint.get(_SAMPLED)[0]["windows"]
+        windows = sample()
+        self.checkpoint.put(_SAMPLED, {"windows": windows}, {})
+        return windows
 
     @classmethod
     def of(
@@ -177,10 +194,11 @@ class Workspace:
         copies = 0 if request.recipe.blocks is None else request.recipe.blocks.sampled
         if copies == "auto":
             copies = copies_to_sample(store.model, fit) if store.whole else 0
+        elif copies:
+            require_sampling(store.model, fit)
         if copies:
             callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
-            fit = with_sampled_text(store.model, fit, copies, request.seed)
-        return cls(store, request, selection, fit, heldout, callbacks, frozen)
+        return cls(store, request, selection, fit, heldout, callbacks, frozen, copies)
 
     @property
     def recipe(self) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,9 @@ def mask_adapters(model: PeftModel) -> MaskedAdapters:
         raise LayerSelectionError("No adapted layer of the base model holds a zero; prune it before adding adapters.")
     for name, layer in chosen:
         _require_plain_lora(name, layer)
-    return MaskedAdapters(tuple(layer.register_forward_hook(_subtract_at_zeros) for _, layer in chosen))
+    return MaskedAdapters(
+        tuple(layer.register_forward_hook(_subtract_at_zeros, with_kwargs=True) for _, layer in chosen)
+    )
 
 
 def merge_adapters(model: PeftModel, *, keep_zeros: bool = True) -> tuple[nn.Module, MergeReport]:
@@ -210,15 +212,32 @@ def _require_plain_lora(name: str, layer: BaseTunerLayer) -> None:
         raise ModelError(f"mask_adapters needs lora_dropout=0, and {name!r} has dropout.")
 
 
-def _subtract_at_zeros(layer: BaseTunerLayer, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook of `mask_adapters`: remove the part of the update that lies on zeros of the base."""
-    adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-    if layer.disable_adapters or layer.merged or not adapters:
+def _subtract_at_zeros(
+    layer: BaseTunerLayer, inputs: tuple[Tensor, ...], given: Mapping[str, Sequence[str] | None], output: Tensor
+) -> Tensor:
+    """Forward hook of `mask_adapters`: remove the part of the update that lies on zeros of the base.
+
+    The adapters are the active ones, or for each sample that of `adapter_names`.
+    """
+    if layer.disable_adapters or layer.merged:
         return output
+    names = given.get("adapter_names")
+    if names is None:
+        adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+        return output - _beside(layer, adapters, inputs[0]).to(output.dtype) if adapters else output
+    found = output.clone()
+    for adapter in {name for name in names if name in layer.lora_A}:
+        samples = [number for number, name in enumerate(names) if name == adapter]
+        found[samples] -= _beside(layer, [adapter], inputs[0][samples]).to(output.dtype)
+    return found
+
+
+def _beside(layer: BaseTunerLayer, adapters: Sequence[str], inputs: Tensor) -> Tensor:
+    """The outputs of adapters of a layer at zeros of the base."""
     kept = layer.get_base_layer().weight != 0
-    beside = torch.stack([layer.get_delta_weight(adapter) for adapter in adapters]).sum(0).masked_fill(kept, 0)
-    beside = beside.T if layer.fan_in_fan_out else beside
-    return output - functional.linear(inputs[0].to(beside.dtype), beside).to(output.dtype)
+    update = torch.stack([layer.get_delta_weight(adapter) for adapter in adapters]).sum(0).masked_fill(kept, 0)
+    update = update.T if layer.fan_in_fan_out else update
+    return functional.linear(inputs.to(update.dtype), update)
 
 
 @torch.no_grad()

@@ -244,6 +244,24 @@ def test_budgets_that_cannot_be_kept_are_refused_first(budget, recipe, message):
         iobs.prune(model, data, budget, recipe)
 
 
+class Unused(torch.nn.Module):
+    """Two layers with small inputs, whose scales take many bits, and a large one that receives no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+        self.unused = torch.nn.Linear(512, 64)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def test_bits_of_a_layer_without_input_are_not_given_to_the_others():
+    recipe = Recipe(solver="magnitude", allocation="kl")
+    with pytest.raises(PatternError, match=r"These layers need at least .* the budget is 2\.9"):
+        iobs.prune(Unused(), torch.randn(40, 2), iobs.Budget(2.9, group=16), recipe)
+
+
 def test_a_rule_takes_no_budget():
     """It was found after the calibration, by the solver of the layer."""
     with pytest.raises(PatternError, match="divided among layers"):

@@ -1,5 +1,6 @@
 """Text sampled from the dense model, for fine-tuning on few windows."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import iobs
 from iobs.errors import ProblemError
+from iobs.pruning import finetune
 from iobs.pruning.finetune.sampled_text import (
     SampledText,
     copies_to_sample,
@@ -144,6 +146,26 @@ def test_blocks_are_fitted_on_sampled_text_too(model):
     assert any("2 windows sampled from the dense model" in note for note in auto.notes)
     with pytest.raises(ProblemError, match="sampled of blocks must be a whole number"):
         BlockFit(sampled=-1)
+
+
+def test_interrupted_run_goes_on_with_the_text_that_it_sampled(model, tmp_path, monkeypatch):
+    """Another machine may sample other text from the same model."""
+    fit, stopping = BlockFit(masks=1, steps=2, lr=1e-3, sampled=2), iobs.Callback()
+
+    def pruned(**options):
+        network = copy.deepcopy(model)
+        iobs.prune(network, [text(20)], 0.5, "one-shot", blocks=fit, **options)
+        return [*network.parameters()]
+
+    def stop(entry, index):
+        raise KeyboardInterrupt
+
+    stopping.on_layer = stop
+    expected, run = pruned(), {"checkpoint": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        pruned(callbacks=[stopping], **run)
+    monkeypatch.setattr(finetune.sampled_text, "sampled_text", lambda *_: SampledText(torch.zeros(36, 32).long()))
+    assert all(torch.equal(one, other) for one, other in zip(pruned(**run), expected, strict=True))
 
 
 def test_fewer_units_are_tuned_on_sampled_text(model):

@@ -20,7 +20,7 @@ from iobs.errors import CheckpointError
 from iobs.pruning.runtime import checkpoint
 from iobs.pruning.runtime import ranks as distributed
 from iobs.pruning.runtime.checkpoint import DiskCheckpoint
-from iobs.pruning.runtime.fingerprint import fingerprint
+from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
 from iobs.pruning.workspace import Workspace
 
 
@@ -59,6 +59,16 @@ def test_checkpoint_names_changed_weights_and_data(tmp_path):
     data[0][0][0, 0] += 1
     with pytest.raises(CheckpointError, match="the calibration data have the same shapes and other contents"):
         prune(model, data, checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other", [{"inputs": torch.ones(2, 3), "scale": 2.0}, {"hidden": torch.ones(2, 3), "scale": 1.0}]
+)
+def test_identity_covers_names_and_numbers_of_batches(other):
+    batch = {"inputs": torch.ones(2, 3), "scale": 1.0}
+    identity = identity_of({}, [], [batch], [])
+    assert identity == identity_of({}, [], [copy.deepcopy(batch)], [])
+    assert identity != identity_of({}, [], [other], [])
 
 
 def test_checkpoint_names_changed_amounts_of_data_and_no_digest(tmp_path):

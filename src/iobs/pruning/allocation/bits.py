@@ -84,6 +84,9 @@ class BitPlanner:
         Returns:
             The plan, the curves of every layer, and the divergences of the plans that were tried, by name. The
             divergences are empty if no samples are left to judge the plans.
+
+        Raises:
+            PatternError: the budget is not enough for the layers that receive input.
         """
         fit, evaluation = fit_and_evaluation(self.calibration, self.heldout, self.seed)
         probed = evaluation if evaluation.batches else self.calibration
@@ -98,12 +101,14 @@ class BitPlanner:
                 measure = partial(self._measure, layer, statistics, budget, probe)
                 measured[layer] = LayerCurves.of(self.checkpoint.remembered(f"curves of {layer.name}", measure))
                 self.on_progress("error curves of layers on grids", len(measured), len(self.layers))
+        shapes = {layer: layer.shape for layer in measured}
+        if measured:  # layers without input share no bits, and the others may need more without them
+            require_budget(budget, [*shapes.values()])
         response = common_response([own.trials for own in measured.values() if own.trials])
         effects = {
             layer: {bits: response.effects(curve, own.trials) for bits, curve in own.curves.items()}
             for layer, own in measured.items()
         }
-        shapes = {layer: layer.shape for layer in measured}
         plans = {_MEASURED: divided(budget, shapes, effects), **_uniform(budget, shapes, effects)}
         # Samples that layers were solved for would judge in favour of plans that fit them.
         tried = {

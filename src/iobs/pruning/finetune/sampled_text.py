@@ -6,7 +6,7 @@ The dense model gives the targets of any text, also of its own (data-free distil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,13 @@ class SampledText:
         return f"{len(self.windows)} windows of text sampled from the dense model, half of each step"
 
 
-def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -> Samples:
+def with_sampled_text(
+    model: nn.Module,
+    part: Samples,
+    copies: int,
+    seed: int,
+    known: Callable[[Callable[[], Tensor]], Tensor] = lambda sample: sample(),
+) -> Samples:
     """Add windows that the dense model samples to calibration samples, in batches of the same size.
 
     Args:
@@ -58,19 +64,20 @@ def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -
         part: calibration samples.
         copies: sampled windows per calibration window.
         seed: of the draws.
+        known: (function that samples the windows) -> the windows, perhaps those of an interrupted run.
 
     Raises:
         ProblemError: the model or its samples are not suited.
     """
-    suited = can_sample(model, part)
-    sampled = sampled_text(model, part, copies * part.samples, seed) if suited else None
-    if sampled is None:
-        raise ProblemError(
-            "blocks.sampled: text is sampled from causal language models with a cache of keys and values, and needs "
-            f"windows of equal length, at least {_PREFIX} tokens, without padding; leave it at 0."
-        )
+
+    def sample() -> Tensor:
+        sampled = sampled_text(model, part, copies * part.samples, seed) if can_sample(model, part) else None
+        if sampled is None:
+            raise _unsuited()
+        return sampled.windows
+
     found = Samples([*part.batches], [*part.numbers])
-    parts = torch.split(sampled.windows, batches.size(part.batches[0]))
+    parts = torch.split(known(sample), batches.size(part.batches[0]))
     for number, windows in enumerate(parts, max(part.numbers) + 1):
         pattern = batches.take(part.batches[0], torch.arange(len(windows)))
         assert isinstance(pattern, Mapping)
@@ -78,6 +85,23 @@ def with_sampled_text(model: nn.Module, part: Samples, copies: int, seed: int) -
         found.batches.append({**pattern, **{name: ids for name in ("input_ids", "labels") if name in pattern}})
         found.numbers.append(number)
     return found
+
+
+def require_sampling(model: nn.Module, part: Samples) -> None:
+    """Check, before any work, that a model can continue its calibration samples.
+
+    Raises:
+        ProblemError: it cannot.
+    """
+    if not can_sample(model, part):
+        raise _unsuited()
+
+
+def _unsuited() -> ProblemError:
+    return ProblemError(
+        "blocks.sampled: text is sampled from causal language models with a cache of keys and values, and needs "
+        f"windows of equal length, at least {_PREFIX} tokens, without padding; leave it at 0."
+    )
 
 
 def copies_to_sample(model: nn.Module, part: Samples) -> int:

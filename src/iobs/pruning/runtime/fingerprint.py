@@ -43,16 +43,25 @@ def _data(batches: Sequence[Batch]) -> dict[str, object]:
         "samples": sum(data_batches.size(batch) for batch in batches),
         "batches": len(tensors),
         "shapes of a sample": ", ".join(shapes),
-        "contents": _digest([one for batch in tensors for one in batch]),
+        "contents": _digest([one for batch in tensors for one in batch], fingerprint([*map(_beside_tensors, batches)])),
     }
+
+
+def _beside_tensors(value: object) -> object:
+    """A batch, or an entry of one, without the contents of its tensors: names, flags and numbers are left."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _beside_tensors(one) for name, one in value.items()}
+    return [*map(_beside_tensors, value)] if isinstance(value, list | tuple) else value
 
 
 def _tensor(value: Tensor) -> dict[str, object]:
     return {"shape": f"{tuple(value.shape)} {value.dtype}", "contents": _digest([value])}
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
-    total = hashlib.sha256()
+def _digest(tensors: Iterable[Tensor], beside: str = "") -> str:
+    total = hashlib.sha256(beside.encode())
     for tensor in tensors:
         total.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

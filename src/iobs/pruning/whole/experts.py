@@ -208,7 +208,7 @@ class Experts:
             (one, name)
             for one in module.modules()
             for name, value in vars(one).items()
-            if type(value) is int and value == stack.count and "experts" in name
+            if type(value) is int and value == stack.count and _counts_experts(name)
         ]
         before: list[tuple[nn.Module, str, Tensor]] = []
 

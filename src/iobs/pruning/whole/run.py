@@ -39,7 +39,7 @@ from iobs.pruning.structured_report import CostRecord, StructuredReport, WidthRe
 from iobs.pruning.whole.blocks import Blocks
 from iobs.pruning.whole.experts import Experts
 from iobs.pruning.whole.part import Parts
-from iobs.pruning.widths.costs import Products
+from iobs.pruning.widths.costs import Products, note_differing_shapes
 from iobs.pruning.widths.softened import damage, softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
 
@@ -78,6 +78,7 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, callbacks: C
         parts = parts_of(model, collected, asked)
         keep = kept_parts(parts, asked.pattern.sparsity)
         parts.require_possible(keep)
+        note_differing_shapes(collected, callbacks.on_note)
         dense = dense_copy(model)
         own = _Beside(model, dense)
         with own.unchanged_by_failure():

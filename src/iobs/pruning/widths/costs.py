@@ -145,6 +145,20 @@ class Products:
         return cls(tuple(found))
 
 
+def note_differing_shapes(data: Sequence[Batch], note: Callable[[str], None]) -> None:
+    """Note that costs are those of samples of the first batch, if other batches have samples of other shapes."""
+
+    def shapes(batch: Batch) -> tuple[object, ...]:
+        given = batches.inputs(batch)
+        return tuple(one.shape for one in batches.tensors(given)) if batches.is_whole(batch) else batches.layout(given)
+
+    if any(shapes(batch) != shapes(data[0]) for batch in data):
+        note(
+            "Multiplications and times are those of samples of the first calibration batch; other batches have samples "
+            "of other shapes, whose shares may differ."
+        )
+
+
 def _product(
     path: str,
     weight: Tensor,
