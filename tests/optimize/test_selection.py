@@ -116,3 +116,7 @@ def test_offset_of_several_classes_is_refused(rng):
     X = rng.standard_normal((30, 4))
     with pytest.raises(ProblemError, match="two classes"):
         SparseClassifier(2).fit(X, np.arange(30) % 3, offset=np.zeros(30))
+    model = SparseClassifier(2).fit(X, np.arange(30) % 3)
+    for predict in (model.decision_function, model.predict_proba, model.predict):
+        with pytest.raises(ProblemError, match="two classes"):
+            predict(X, offset=np.ones(30))

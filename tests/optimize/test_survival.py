@@ -92,6 +92,13 @@ def test_weights_and_offset_reach_the_objective(table, rng):
     np.testing.assert_allclose(model.predict(X, offset=offset), X @ direct.theta + offset)
 
 
+def test_survival_takes_the_offset_of_new_samples(table):
+    X, y = table
+    model = SparseCox(2).fit(X, y)
+    found = model.predict_survival(X[:5], [0.3, 1.0], offset=np.full(5, np.log(2)))  # twice the hazard
+    np.testing.assert_allclose(found, model.predict_survival(X[:5], [0.3, 1.0]) ** 2, rtol=1e-9)
+
+
 def test_samples_of_weight_zero_count_as_left_out(table):
     X, y = table
     y[np.argmax(y[:, 0]), 1] = 1

@@ -141,11 +141,11 @@ class SparseCox(SparseEstimator):
         margin = self._margin(X)[:, 0]
         return margin if offset is None else margin + as_vector(offset, "offset", margin.size)
 
-    def predict_survival(self, X: MatrixLike, times: VectorLike) -> Array:
-        """Probabilities (n, len(times)) that the event has not happened by each time."""
+    def predict_survival(self, X: MatrixLike, times: VectorLike, *, offset: VectorLike | None = None) -> Array:
+        """Probabilities (n, len(times)) that the event has not happened by each time; the offset is as in `predict`."""
         before = np.searchsorted(self.baseline_times_, as_vector(times, "times"), side="right")
         hazard = np.append(0.0, self.baseline_hazard_)[before]
-        return np.asarray(np.exp(-np.exp(self.predict(X))[:, None] * hazard))
+        return np.asarray(np.exp(-np.exp(self.predict(X, offset=offset))[:, None] * hazard))
 
     def score(self, X: MatrixLike, y: npt.ArrayLike) -> float:
         """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard."""
