@@ -46,13 +46,14 @@ def test_one_standard_error_rule_needs_two_folds(rng):
         SparseRegressor("cv-1se", cv=ShuffleSplit(1, random_state=0)).fit(*_linear(rng))
 
 
+@pytest.mark.parametrize(("cv", "count"), [(4, 4), (None, 5)])
 @pytest.mark.parametrize("estimator", [SparseRegressor, SparseClassifier])
-def test_samples_of_one_group_are_in_one_fold(estimator, rng):
+def test_samples_of_one_group_are_in_one_fold(estimator, cv, count, rng):
     X, y = _linear(rng)
     y = y if estimator is SparseRegressor else (y > 0).astype(int)
     people = rng.integers(0, 12, len(y))
-    grouped = estimator("cv", cv=4).fit(X, y, sample_groups=people)
-    folds = list(GroupKFold(4).split(X, y, people))
+    grouped = estimator("cv", cv=cv).fit(X, y, sample_groups=people)
+    folds = list(GroupKFold(count).split(X, y, people))
     given = estimator("cv", cv=folds).fit(X, y)
     assert [entry["score"] for entry in grouped.path_] == [entry["score"] for entry in given.path_]
 
