@@ -239,3 +239,12 @@ def _check_derivatives(objective, rng):
     sparse = np.zeros(d)
     sparse[support] = theta[support]
     assert objective.restricted(support).value(theta[support]) == pytest.approx(objective.value(sparse), rel=1e-12)
+
+
+@pytest.mark.parametrize(("family", "scale"), [(Gamma, 1e-12), (Gamma, 1e-20), (Poisson, 1e13), (Poisson, 1e20)])
+def test_targets_of_any_scale_are_fitted(family, scale, rng):
+    X = rng.standard_normal((60, 2))
+    objective = family(X, scale * np.exp(0.5 * X[:, 0] - 0.3 * X[:, 1]), intercept=True)
+    theta, constant = objective.split(refit(objective, np.arange(3)).theta)
+    assert theta == pytest.approx([0.5, -0.3], rel=1e-6)
+    assert constant == pytest.approx(math.log(scale), rel=1e-6)
