@@ -239,3 +239,24 @@ def _check_derivatives(objective, rng):
     sparse = np.zeros(d)
     sparse[support] = theta[support]
     assert objective.restricted(support).value(theta[support]) == pytest.approx(objective.value(sparse), rel=1e-12)
+
+
+@pytest.mark.parametrize(("family", "scale"), [(Gamma, 1e-12), (Gamma, 1e-20), (Poisson, 1e13), (Poisson, 1e20)])
+def test_targets_of_any_scale_are_fitted(family, scale, rng):
+    X = rng.standard_normal((60, 2))
+    objective = family(X, scale * np.exp(0.5 * X[:, 0] - 0.3 * X[:, 1]), intercept=True)
+    theta, constant = objective.split(refit(objective, np.arange(3)).theta)
+    assert theta == pytest.approx([0.5, -0.3], rel=1e-6)
+    assert constant == pytest.approx(math.log(scale), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_with_large_exposures_are_fitted_to_the_end(seed):
+    rng = np.random.default_rng(seed)
+    X, exposure = rng.standard_normal((150, 8)), 1e8 * np.exp(rng.standard_normal(150))
+    y = rng.poisson(1e-7 * exposure * np.exp(0.8 * X[:, 1] - 0.6 * X[:, 4])).astype(float)
+    objective = Poisson(X, y, intercept=True, offset=np.log(exposure))  # H is about 1e7 times as large at zero
+    found = minimize(objective, 2)
+    assert found.support.tolist() == [1, 4]
+    assert "global" not in found.message
+    assert found.theta[[1, 4]] == pytest.approx(refit(objective, np.array([1, 4, 8])).theta[[1, 4]], rel=1e-6)

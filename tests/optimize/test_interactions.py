@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import typer
+from sklearn.utils import get_tags
 from typer.testing import CliRunner
 
-from iobs import SparseInteractions
+from iobs import SparseInteractions, SparseRegressor
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
 from iobs.errors import DataError, ModelError, ProblemError
@@ -215,3 +216,8 @@ def test_criterion_recovers_interactions_among_a_thousand_terms():
     model = SparseInteractions("ebic", max_k=8).fit(X, y)
     names = np.array(model.get_term_names())[model.support_]
     assert names.tolist() == ["x0", "x1", "x2", "x3", "x0:x1", "x2:x3"]
+
+
+def test_tags_say_that_sparse_matrices_are_refused():
+    assert get_tags(SparseRegressor()).input_tags.sparse
+    assert not get_tags(SparseInteractions()).input_tags.sparse

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+import iobs
 from iobs import SparseMultiTaskRegressor, SparseRegressor
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.objectives import LeastSquares, MultiResponse
@@ -100,3 +101,10 @@ def test_multi_response_refuses_what_it_cannot_fit(rng):
         MultiResponse(X, Y[:, 0])
     with pytest.raises(NonFiniteError, match="responses"):
         MultiResponse(X, np.where(Y > 0, Y, np.nan))
+
+
+@pytest.mark.parametrize("method", ["auto", "iht"])
+def test_minimize_refers_to_the_estimators_that_count_features(method, rng):
+    X, Y = _data(rng)
+    with pytest.raises(ProblemError, match="SparseMultiTaskRegressor"):
+        iobs.minimize(MultiResponse(X, Y), 3, method=method)

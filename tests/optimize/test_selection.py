@@ -46,13 +46,14 @@ def test_one_standard_error_rule_needs_two_folds(rng):
         SparseRegressor("cv-1se", cv=ShuffleSplit(1, random_state=0)).fit(*_linear(rng))
 
 
+@pytest.mark.parametrize(("cv", "count"), [(4, 4), (None, 5)])
 @pytest.mark.parametrize("estimator", [SparseRegressor, SparseClassifier])
-def test_samples_of_one_group_are_in_one_fold(estimator, rng):
+def test_samples_of_one_group_are_in_one_fold(estimator, cv, count, rng):
     X, y = _linear(rng)
     y = y if estimator is SparseRegressor else (y > 0).astype(int)
     people = rng.integers(0, 12, len(y))
-    grouped = estimator("cv", cv=4).fit(X, y, sample_groups=people)
-    folds = list(GroupKFold(4).split(X, y, people))
+    grouped = estimator("cv", cv=cv).fit(X, y, sample_groups=people)
+    folds = list(GroupKFold(count).split(X, y, people))
     given = estimator("cv", cv=folds).fit(X, y)
     assert [entry["score"] for entry in grouped.path_] == [entry["score"] for entry in given.path_]
 
@@ -116,3 +117,7 @@ def test_offset_of_several_classes_is_refused(rng):
     X = rng.standard_normal((30, 4))
     with pytest.raises(ProblemError, match="two classes"):
         SparseClassifier(2).fit(X, np.arange(30) % 3, offset=np.zeros(30))
+    model = SparseClassifier(2).fit(X, np.arange(30) % 3)
+    for predict in (model.decision_function, model.predict_proba, model.predict):
+        with pytest.raises(ProblemError, match="two classes"):
+            predict(X, offset=np.ones(30))

@@ -92,6 +92,21 @@ def test_weights_and_offset_reach_the_objective(table, rng):
     np.testing.assert_allclose(model.predict(X, offset=offset), X @ direct.theta + offset)
 
 
+@pytest.mark.parametrize("shift", [5000.0, -5000.0])
+def test_survival_does_not_depend_on_the_zero_of_a_feature(shift, table):
+    X, y = table
+    moved = X + shift * (np.arange(8) == 1)  # exp of these margins is no number
+    found = SparseCox(2).fit(moved, y).predict_survival(moved[:5], [0.0, 0.3, 1.0])
+    np.testing.assert_allclose(found, SparseCox(2).fit(X, y).predict_survival(X[:5], [0.0, 0.3, 1.0]), rtol=1e-6)
+
+
+def test_survival_takes_the_offset_of_new_samples(table):
+    X, y = table
+    model = SparseCox(2).fit(X, y)
+    found = model.predict_survival(X[:5], [0.3, 1.0], offset=np.full(5, np.log(2)))  # twice the hazard
+    np.testing.assert_allclose(found, model.predict_survival(X[:5], [0.3, 1.0]) ** 2, rtol=1e-9)
+
+
 def test_samples_of_weight_zero_count_as_left_out(table):
     X, y = table
     y[np.argmax(y[:, 0]), 1] = 1

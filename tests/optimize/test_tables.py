@@ -95,6 +95,18 @@ def test_read_table_names_classes_as_written(read, monkeypatch):
     assert read("a,y\n1,True\n2,TRUE\n3,x\n4,x\n").classes == ["TRUE", "True", "x"]
 
 
+@pytest.mark.parametrize(("first", "then"), [("007", "A1"), ("TRUE", "0"), ("true", "x"), ("1.50", " NA")])
+@pytest.mark.usefixtures("read")
+def test_all_rows_of_a_column_are_read_alike(first, then, monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 2)  # the first two rows alone would be numbers or booleans
+    file = tmp_path / "t.csv"
+    file.write_text(f"a,b,y\n{first},1,1\n{first},2,2\n{then},,3\n{first},4,4\n")
+    found = tables.read_columns(file)
+    expected = [1.5, 1.5, np.nan, 1.5] if then == " NA" else [first, first, then, first]
+    np.testing.assert_array_equal(found["a"], np.array(expected, dtype=found["a"].dtype))
+    np.testing.assert_array_equal(found["b"], [1, 2, np.nan, 4])
+
+
 def test_read_table_drops_columns_without_a_name(read):
     table = read(",a,b,y\nr1,1,5,2\nr2,3,6,4\n", drop=["Unnamed: 0", "Unnamed: 0", "b"])
     assert table.names == ["a"]

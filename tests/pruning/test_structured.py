@@ -397,7 +397,10 @@ def test_pattern_is_read_from_its_text():
     assert parse("structured:30%") == iobs.Structured(0.3)
 
 
-@pytest.mark.parametrize("wrong", ["structured:1.2", "structured:30%,of=time", "structured:30%,width=3", "structured"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["structured:1.2", "structured:30%,of=time", "structured:30%,uniform=0", "structured:30%,width=3", "structured"],
+)
 def test_wrong_text_is_refused(wrong):
     with pytest.raises(PatternError):
         parse(wrong)

@@ -65,6 +65,16 @@ def test_values_lie_on_the_grid_with_exact_counts(solver, pattern, dtype):
     assert torch.equal(iobs.solve(problem, pattern, solver).weight, solution.weight)
 
 
+@pytest.mark.parametrize("solver", EVERY_SOLVER)
+def test_weights_that_no_scale_is_small_enough_for_become_zero(solver):
+    weight = torch.randn(6, 16)
+    weight[1] = 1e-45
+    solution = iobs.solve(iobs.Quadratic.at(weight, random_problem(6, 16).hessian.float()), iobs.Grid(4, 8), solver)
+    assert (solution.stats["scales"] > 0).all()
+    require_on_grid(solution, iobs.Grid(4, 8))
+    assert solution.weight[1].abs().max() <= 7 * torch.finfo(torch.float32).tiny
+
+
 def slow_gptq(weight, hessian, grid):
     """GPTQ as published: upper Cholesky factor of the inverse Hessian, and all later columns updated after each."""
     weight = weight.clone()

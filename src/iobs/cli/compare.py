@@ -72,12 +72,12 @@ def compare(
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError, first_line, is_out_of_memory
-    from iobs.pruning.driver import require_numbers
+    from iobs.pruning.driver import require_seed
     from iobs.pruning.layerwise.patterns import require_fit
     from iobs.pruning.network.selection import select
     from iobs.report.curves import Trial
 
-    require_numbers(0.0, sampling.seed)
+    require_seed(sampling.seed)
     if sampling.data and not sampling.eval_data:
         raise typer.BadParameter(
             "give evaluation data: on the calibration data, methods that overfit would win",

@@ -52,10 +52,10 @@ def demo(
     from iobs.core.patterns import Unstructured, share
     from iobs.data import calibration_batches, open_source
     from iobs.models import check_output, output_directory
-    from iobs.pruning.driver import require_numbers
+    from iobs.pruning.driver import require_seed
 
     started = time.perf_counter()
-    require_numbers(0.0, seed)
+    require_seed(seed)
     zeros = share(sparsity)
     pattern = Unstructured(zeros)
     replaceable = _OWN_FILES if _is_demo(output) else ()

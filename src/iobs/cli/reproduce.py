@@ -69,7 +69,7 @@ def reproduce(
 ) -> None:
     """Run one table or figure of the paper and show published and measured numbers side by side."""
     from iobs.models import make_folder
-    from iobs.pruning.driver import require_numbers
+    from iobs.pruning.driver import require_seed
 
     out = console.output_console()
     if name is None:
@@ -81,7 +81,7 @@ def reproduce(
             out.print(_list(entries))
         return
     experiment = find(name)
-    require_numbers(0.0, seed)
+    require_seed(seed)
     request = Request(stand_in, seed, output, console.say, model, tuple(data or ()), tuple(eval_data or ()))
     request = replace(request, questions=questions, rounds=rounds, limit=limit, resume=resume)
     experiment.check(request)

@@ -67,7 +67,7 @@ class Structured:
             raise PatternError(f'Structured removes a share of="macs", "parameters" or "latency", got {self.of!r}.')
         if not is_a(Integral, self.multiple_of) or self.multiple_of < 1:
             raise PatternError(f"multiple_of must be a whole number of at least 1, got {self.multiple_of!r}.")
-        if self.uniform not in (None, True, False):
+        if self.uniform is not None and not isinstance(self.uniform, bool):  # 0 is not False to the code that asks
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
         require_known_runtime(self.runtime)
         if self.units not in get_args(Units):

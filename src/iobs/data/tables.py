@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from iobs.data.encoding import (
     numbers_of,
     target_of,
 )
+from iobs.data.frames import read_frames
 from iobs.errors import DataError
 from iobs.optimize.objectives.design import Array, Booleans
 
@@ -204,9 +204,13 @@ def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
     _refuse_doubles(file, header)
     if importlib.util.find_spec("pandas") is not None:
         _check_memory(file, separator, _BYTES)
-        columns = _read_with_pandas(file, separator, header, text)
-        if columns is not None:
-            return columns
+        places = {j for j, name in enumerate(header) if name in text}
+        arrays = read_frames(file, separator, len(header), places, _MISSING, _CHUNK_ROWS)
+        if arrays is not None:
+            return {
+                name: _column(values.tolist(), name in text, separator) if values.dtype.kind in "OUS" else values
+                for name, values in zip(header, arrays, strict=True)
+            }
     _check_memory(file, separator, _BYTES_AS_TEXT)
     table = list(rows)
     entries: dict[str, list[Entry]] = {name: [row[j] for row in table] for j, name in enumerate(header)}
@@ -260,40 +264,6 @@ def _rows(file: Path, separator: str) -> Iterator[list[str]]:
         raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
     if not width:
         raise DataError(f"Cannot read {file}: it is empty.")
-
-
-def _read_with_pandas(file: Path, separator: str, header: list[str], text: Sequence[str]) -> dict[str, Column] | None:
-    """The columns, or None if pandas finds rows whose length differs from that of the header."""
-    import pandas
-
-    try:
-        with warnings.catch_warnings():
-            # Where all rows are longer than the header, pandas only warns that it cuts them.
-            warnings.simplefilter("error", pandas.errors.ParserWarning)
-            frames = list(
-                pandas.read_csv(
-                    file,
-                    sep=separator,
-                    header=0,
-                    names=range(len(header)),
-                    index_col=False,  # otherwise the first entries of longer rows become row names
-                    dtype={j: str for j, name in enumerate(header) if name in text},
-                    keep_default_na=False,
-                    na_values=_MISSING,
-                    chunksize=_CHUNK_ROWS,
-                    encoding="utf-8-sig",
-                )
-            )
-    except (pandas.errors.ParserError, pandas.errors.ParserWarning):
-        return None
-    except UnicodeDecodeError as error:
-        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
-    frame = pandas.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
-    arrays = {name: frame[j].to_numpy() for j, name in enumerate(header)}
-    return {
-        name: _column(values.tolist(), name in text, separator) if values.dtype.kind in "OUS" else values
-        for name, values in arrays.items()
-    }
 
 
 def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:

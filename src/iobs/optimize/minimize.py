@@ -19,6 +19,7 @@ from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.methods.within_bounds import WithinBounds
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.objectives.threads import few_threads
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.within import Bounds
@@ -105,11 +106,16 @@ def minimize(
 
     Raises:
         ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range,
-            bounds that exclude zero, or bounds with another method.
+            bounds that exclude zero, bounds with another method, or an objective with several coefficients per feature.
         NonFiniteError: NaN or infinity in the start, or in f or its gradient at zero.
     """
     if isinstance(objective, Quadratic):
         objective = QuadraticObjective.of(objective)
+    if isinstance(objective, Tabled):
+        raise ProblemError(
+            f"iobs.minimize would count every coefficient of {type(objective).__name__}, which has several for a "
+            "feature; use SparseMultiTaskRegressor or SparseClassifier, whose k counts features."
+        )
     if max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     problem = Problem(objective, k, damping, np.random.default_rng(seed))

@@ -184,6 +184,15 @@ def require_numbers(holdout: object, seed: object) -> None:
         raise ProblemError(f"holdout must be a number, got {holdout!r}.")
     if not 0 <= holdout < 1:  # type: ignore[operator]
         raise ProblemError(f"holdout must lie in [0, 1), got {holdout}; 0.1 keeps a tenth of the samples aside.")
+    require_seed(seed)
+
+
+def require_seed(seed: object) -> None:
+    """Check the seed.
+
+    Raises:
+        ProblemError: it is no whole number, or outside the range of torch.
+    """
     if not is_a(Integral, seed):
         raise ProblemError(f"seed must be a whole number, got {seed!r}.")
     if not -(2**63) <= seed < 2**64:  # type: ignore[operator]

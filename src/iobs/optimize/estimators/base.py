@@ -329,8 +329,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _splits(self, data: Observations, sample_groups: npt.ArrayLike | None) -> Iterator[tuple[Indices, Indices]]:
         """The training and the held-out samples of every fold."""
         folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
-        if sample_groups is not None and isinstance(self.cv, (int, np.integer)):
-            folds = GroupKFold(self.cv)
+        if sample_groups is not None and (self.cv is None or isinstance(self.cv, (int, np.integer))):
+            folds = GroupKFold(folds.get_n_splits())
         if self.k == "cv-1se" and folds.get_n_splits(data.X, data.y, sample_groups) < 2:
             raise ProblemError('k="cv-1se" needs at least two folds for a standard error; raise cv, or give k="cv".')
         return iter(folds.split(data.X, data.y, sample_groups))

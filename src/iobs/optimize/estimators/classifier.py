@@ -101,16 +101,21 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         self.classes_, numbers = np.unique(labels, return_inverse=True)
         if self.classes_.size < 2:
             raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
-        if offset is not None and self.classes_.size > 2:
-            raise ProblemError(f"An offset needs two classes, got {self.classes_.size}; leave it out.")
+        if self.classes_.size > 2:
+            self._refuse_offset(offset)
         known = None if offset is None else as_vector(offset, "offset", features.shape[0])
         self._fit_path(Observations(features, numbers.astype(np.float64), weights, known), sample_groups)
         return self
 
     def decision_function(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
-        """Log-odds of the second class (n,), or margins (n, C); with the offset (n,) of the new samples."""
+        """Log-odds of the second class (n,), with the offset (n,) of the new samples; or margins (n, C).
+
+        Raises:
+            ProblemError: an offset with more than two classes.
+        """
         margins = self._margin(X)
         if self.classes_.size > 2:
+            self._refuse_offset(offset)
             return margins
         return margins[:, 0] if offset is None else margins[:, 0] + as_vector(offset, "offset", len(margins))
 
@@ -127,6 +132,10 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         numbers = (margins > 0).astype(int) if margins.ndim == 1 else margins.argmax(axis=1)
         labels: Labels = self.classes_[numbers]
         return labels
+
+    def _refuse_offset(self, offset: VectorLike | None) -> None:
+        if offset is not None:
+            raise ProblemError(f"An offset needs two classes, got {self.classes_.size}; leave it out.")
 
     def _objective(self, data: Observations) -> Objective:
         X, y, weights = data.X, data.y, data.weights

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 from sklearn.model_selection import BaseCrossValidator
+from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
@@ -141,3 +142,9 @@ class SparseInteractions(SparseRegressor):
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         return np.asarray(with_products(X) @ np.atleast_2d(self.coef_).T + self.intercept_)
+
+    def __sklearn_tags__(self) -> Tags:
+        """scikit-learn's tags: no sparse matrices, whose products would be formed densely."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags

@@ -38,15 +38,26 @@ def concordance(times: Array, events: Array, hazard: Array) -> float:
     return right / pairs if pairs else float("nan")
 
 
-def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
-    """Distinct times of events, ascending, and the cumulative hazard of a margin of zero at them (Breslow 1972)."""
+def log_baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
+    """Distinct times of events, ascending, and the log cumulative hazard of a margin of zero at them (Breslow 1972).
+
+    Sums are taken in logarithms: exp of a margin overflows where features are far from zero, such as years.
+    """
     order = np.argsort(-times, kind="stable")
     happened = (events == 1) & (weights > 0)
     found, first = np.unique(times[happened], return_inverse=True)
     deaths = np.bincount(first, weights[happened], minlength=found.size)
-    at_risk = np.cumsum((weights * np.exp(margin))[order])  # of the samples with the largest times
+    with np.errstate(divide="ignore"):  # a weight of zero
+        at_risk = np.logaddexp.accumulate((np.log(weights) + margin)[order])  # of the samples with the largest times
     last = np.searchsorted(-times[order], -found, side="right") - 1
-    return found, np.cumsum(deaths / at_risk[last])
+    return found, np.logaddexp.accumulate(np.log(deaths) - at_risk[last])
+
+
+def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
+    """`log_baseline` with the cumulative hazard itself, 0 or infinity where it is no floating-point number."""
+    found, logs = log_baseline(times, events, weights, margin)
+    with np.errstate(over="ignore"):
+        return found, np.exp(logs)
 
 
 class SparseCox(SparseEstimator):
@@ -73,7 +84,8 @@ class SparseCox(SparseEstimator):
         path_: a `PathEntry` for every k that was tried.
         standard_errors_: (d,), NaN outside the support; after selection, so too small.
         baseline_times_: distinct times of events in the training data, ascending.
-        baseline_hazard_: cumulative hazard of a sample of zeros at these times (Breslow).
+        baseline_hazard_: cumulative hazard of a sample of zeros at these times (Breslow); 0 or infinity where features
+            are so far from zero that it is no floating-point number. `predict_survival` does not suffer from that.
     """
 
     def __init__(
@@ -133,7 +145,9 @@ class SparseCox(SparseEstimator):
         data = Observations(features, np.asarray(target, dtype=np.float64), weights, known)
         self._fit_path(data, sample_groups)
         margin = data.margin(self.coef_, 0.0)
-        self.baseline_times_, self.baseline_hazard_ = baseline(data.y[:, 0], data.y[:, 1], weights, margin)
+        self.baseline_times_, self._log_hazard = log_baseline(data.y[:, 0], data.y[:, 1], weights, margin)
+        with np.errstate(over="ignore"):
+            self.baseline_hazard_: Array = np.exp(self._log_hazard)
         return self
 
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
@@ -141,11 +155,12 @@ class SparseCox(SparseEstimator):
         margin = self._margin(X)[:, 0]
         return margin if offset is None else margin + as_vector(offset, "offset", margin.size)
 
-    def predict_survival(self, X: MatrixLike, times: VectorLike) -> Array:
-        """Probabilities (n, len(times)) that the event has not happened by each time."""
+    def predict_survival(self, X: MatrixLike, times: VectorLike, *, offset: VectorLike | None = None) -> Array:
+        """Probabilities (n, len(times)) that the event has not happened by each time; the offset is as in `predict`."""
         before = np.searchsorted(self.baseline_times_, as_vector(times, "times"), side="right")
-        hazard = np.append(0.0, self.baseline_hazard_)[before]
-        return np.asarray(np.exp(-np.exp(self.predict(X))[:, None] * hazard))
+        hazard = np.append(-np.inf, self._log_hazard)[before]
+        with np.errstate(over="ignore"):  # the probability is zero then
+            return np.asarray(np.exp(-np.exp(self.predict(X, offset=offset)[:, None] + hazard)))
 
     def score(self, X: MatrixLike, y: npt.ArrayLike) -> float:
         """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard."""

@@ -149,7 +149,7 @@ def _halve_until_descent(
 ) -> tuple[Array, float, Array] | None:
     rounding = 1e-15 * max(abs(value), 1e-300)
     length = 1.0
-    for _ in range(30):
+    for _ in range(newton_numba.HALVINGS):
         trial = theta + length * direction
         trial_value, trial_gradient = objective.value_and_gradient(trial)
         if np.isfinite(trial_value) and trial_value <= value - 1e-4 * length * decrease + rounding:

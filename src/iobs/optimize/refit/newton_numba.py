@@ -15,6 +15,9 @@ from iobs.optimize.objectives.design import Array
 from iobs.optimize.refit.cholesky_numba import factorise, solve
 
 LOGISTIC, POISSON = 0, 1
+# Far from a minimiser with a log link a Newton step is about as long as y / exp(m), so that few halvings are too few.
+HALVINGS = 200
+_SHORTEST = 0.5**HALVINGS  # share of a step
 
 
 @njit(cache=True, nogil=True)
@@ -89,7 +92,7 @@ def minimise(
                 lowered = True
                 break
             length *= 0.5
-            if length < 1e-9:
+            if length < _SHORTEST:
                 break
         if not lowered:
             break

@@ -123,13 +123,21 @@ def solved(problem: Problem, fit: Fit) -> bool:
     """Check that the whole gradient vanishes, up to rounding: theta is stationary without any constraint.
 
     Any gradient is small relative to a diverging theta, so the gradient must also be small relative to that at zero.
+    Where the Hessian at zero is far larger than at the fit, any gradient near the fit is small in the scale of zero.
     """
     tolerance = 1e-12 if problem.objective.quadratic else 1e-9
     if fit.support.size == problem.forced.size:
         return False
-    size = np.abs(fit.theta * problem.scale).max()
     slope = float(np.abs(fit.gradient / problem.scale).max())
-    return bool(slope <= tolerance * size and slope <= _SHRUNK * problem.first_slope)
+    return (
+        slope <= _SHRUNK * problem.first_slope
+        and _vanishes(fit, problem.scale, tolerance)
+        and _vanishes(fit, problem.fitted_scale, tolerance)
+    )
+
+
+def _vanishes(fit: Fit, scale: Array, tolerance: float) -> bool:
+    return bool(np.abs(fit.gradient / scale).max() <= tolerance * np.abs(fit.theta * scale).max())
 
 
 def settled(problem: Problem, theta: Array, gradient: Array) -> bool:

@@ -57,7 +57,8 @@ def search_scales(values: Tensor, mask: Tensor, diagonal: Tensor, grid: Grid, dt
         best = torch.full_like(largest, torch.inf)
         scale = largest.clone()
         for shrink in torch.linspace(1.0, 0.5, _SHRINKS).tolist():
-            trial = (largest * shrink).to(dtype).to(values.dtype)
+            trial = (largest * shrink).to(dtype)
+            trial = trial.masked_fill(trial == 0, torch.finfo(dtype).tiny).to(values.dtype)  # it may underflow
             error = ((rounded(own, trial, grid.levels) - own).square_() * weight).sum(1, keepdim=True)
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, trial, scale)
