@@ -260,7 +260,7 @@ class _Recorder(TorchFunctionMode):
         """
         if bias is None or self.names.get(id(bias)) == (self.names[id(weight)][0], "bias"):
             return output
-        added = self._replaced(bias).to(output.dtype)
+        added: Tensor = self._replaced(bias).to(output.dtype)
         return output + (added.view(-1, *(1,) * behind) if behind else added)
 
     def _viewed(self, func: Callable[..., Argument], input: Argument, *args: Argument, **kwargs: Argument) -> Argument:
