@@ -79,7 +79,7 @@ class Problem:
 
     @cached_property
     def fitted_scale(self) -> Array:
-        """As `scale`, at the fit of the forced coordinates.
+        """sqrt(diag H) at the fit of the forced coordinates (d,), in place of zero.
 
         With a log link a constant of -20 makes H smaller by e^-20 than at zero, as where counts have large exposures.
         """

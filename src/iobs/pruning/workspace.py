@@ -119,7 +119,6 @@ class Workspace:
         heldout: held-out samples.
         callbacks: callbacks of the run; they also store the notes.
         frozen: names of the parameters that the user froze.
-        copies: windows that are sampled from the dense model for every calibration window, and added to `fit`.
         checkpoint: the checkpoint, or the null checkpoint.
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
@@ -133,7 +132,6 @@ class Workspace:
     heldout: Samples
     callbacks: Callbacks
     frozen: frozenset[str]
-    copies: int = 0
     checkpoint: Checkpoint = field(init=False)
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
@@ -149,11 +147,12 @@ class Workspace:
         everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
         changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
         self.store.remember(None if everything else changed)
-        if self.copies:
+        copies = self._copies_to_sample()
+        if copies:
             # Of the given samples: the bits of the model, and so the sampled text, may differ on another machine.
             self.checkpoint = opened(self.request.checkpoint, self._identity)
             seed = self.request.seed
-            self.fit = with_sampled_text(self.store.model, self.fit, self.copies, seed, self._known_windows)
+            self.fit = with_sampled_text(self.store.model, self.fit, copies, seed, self._known_windows)
         self.scoring = None
         if self.store.whole and recipe.compares:
             self.scoring = Scoring(
@@ -168,8 +167,20 @@ class Workspace:
             )
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))
-        if not self.copies:
+        if not copies:
             self.checkpoint = opened(self.request.checkpoint, self._identity)
+
+    def _copies_to_sample(self) -> int:
+        """Windows to sample from the dense model for every calibration window, with a note."""
+        model, blocks = self.store.model, self.recipe.blocks
+        copies = 0 if blocks is None else blocks.sampled
+        if copies == "auto":
+            copies = copies_to_sample(model, self.fit) if self.store.whole else 0
+        elif copies:
+            require_sampling(model, self.fit)
+        if copies:
+            self.callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
+        return copies
 
     def _known_windows(self, sample: Callable[[], Tensor]) -> Tensor:
         """The sampled windows of an interrupted run, or new ones, which are stored."""
@@ -191,14 +202,7 @@ class Workspace:
     ) -> Workspace:
         """The workspace of a run on all the given batches."""
         fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
-        copies = 0 if request.recipe.blocks is None else request.recipe.blocks.sampled
-        if copies == "auto":
-            copies = copies_to_sample(store.model, fit) if store.whole else 0
-        elif copies:
-            require_sampling(store.model, fit)
-        if copies:
-            callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
-        return cls(store, request, selection, fit, heldout, callbacks, frozen, copies)
+        return cls(store, request, selection, fit, heldout, callbacks, frozen)
 
     @property
     def recipe(self) -> Recipe:
