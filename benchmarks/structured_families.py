@@ -33,9 +33,8 @@ from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.removal import remove, zero_columns
-from iobs.pruning.structure.sites import Site, traced_sites
+from iobs.pruning.structure.sites import Site, checked_sites
 from iobs.pruning.structure.traced_batches import shortened
-from iobs.pruning.structure.verification import verify
 from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.widths.clock import Example, called_in
 
@@ -147,7 +146,7 @@ def measure(library: str, kind: str, name: str) -> Row:
     """One row: units found, the share of weights removed, and the differences of the outputs."""
     model, batch = timm_network(name) if library == "timm" else hugging_face(kind, name)
     with measured() as work:
-        checked = verify(model, [shortened(batch)], traced_sites(model, batch))
+        checked = checked_sites(model, [shortened(batch)])
         sites = checked.sites
         widths = widths_of(model, sites)
     kept = chosen(sites, widths)
