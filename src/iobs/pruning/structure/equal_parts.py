@@ -69,7 +69,7 @@ def _joined(model: nn.Module, parts: Sequence[Site]) -> Site:
     for writer in (writer for part in parts for writer in part.writers):
         key = writer.key, writer.axis
         writers[key] = _together(writers[key], writer) if key in writers else writer
-    found = sorted(readers.values(), key=lambda one: -_products(model, one))
+    found = sorted(readers.values(), key=lambda one: -one.products(model))
     paths = [one.key for one in writers.values()] + [one.weight.key for one in found]
     return replace(
         parts[0],
@@ -83,9 +83,3 @@ def _joined(model: nn.Module, parts: Sequence[Site]) -> Site:
 def _together(one: Slices, other: Slices) -> Slices:
     index = tuple(tuple(sorted((*a, *b))) for a, b in zip(one.index, other.index, strict=True))
     return replace(one, index=index)
-
-
-def _products(model: nn.Module, reader: Reader) -> int:
-    """Multiplications of a reader with one unit."""
-    stored = reader.weight.stored(model)
-    return reader.positions * len(reader.weight.index[0]) * (stored.numel() // stored.shape[reader.weight.axis])

@@ -171,12 +171,11 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
         index = tuple(tuple(sorted(column for unit in own for column in known[unit])) for own in units)
         weight = Slices(read.path, read.parameter, read.axis, index)
         bias = getattr(model.get_submodule(read.path), "bias", None) is not None
-        readers.append((read, Reader(weight, read.width, read.positions, read.norm, bias)))
-    readers.sort(key=lambda pair: -pair[0].positions * pair[0].rows * len(pair[1].weight.index[0]) * pair[0].width)
+        readers.append(Reader(weight, read.width, read.positions, read.norm, bias))
+    found = tuple(sorted(readers, key=lambda one: -one.products(model)))
     writers: list[Slices] = []
     for name, entries in group.entries.items():
         writers += _rows(model, traced.sources[name], entries)
-    found = tuple(reader for _, reader in readers)
     paths = [one.key for one in writers] + [reader.weight.key for reader in found]
     kind = _kind(model, found[0], writers)
     order = {key: read.place for key, read in traced.reads.items()}

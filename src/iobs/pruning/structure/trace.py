@@ -77,7 +77,6 @@ class Read:
         parameter: name of its weight.
         axis: of the weight, along which the input's channels lie.
         width: number of matrix columns for one input channel.
-        rows: number of output channels.
         place: number of calls of layers before the first call of this one, in its forward pass.
         norm: path of the batch norm that alone takes the outputs of all calls, and nothing else; or None.
         inputs: tensors in the autograd graph, one for each call.
@@ -88,7 +87,6 @@ class Read:
     parameter: str
     axis: int
     width: int
-    rows: int
     place: int = 0
     norm: str | None = None
     inputs: list[Tensor] = field(default_factory=list)
@@ -312,10 +310,10 @@ class _Recorder(TorchFunctionMode):
         """
         path, name = self.names[id(weight)]
         key = joined(path, name)
-        if self.found.reads.get(key, Read(path, name, columns, 1, 0)).axis != columns:
+        if self.found.reads.get(key, Read(path, name, columns, 1)).axis != columns:
             key = f"{key}@{columns}"  # a matrix that is read along its other axis too
         width = weight[0, 0].numel() if weight.ndim > 2 else 1
-        read = self.found.reads.setdefault(key, Read(path, name, columns, width, weight.shape[rows], self.calls))
+        read = self.found.reads.setdefault(key, Read(path, name, columns, width, self.calls))
         self.calls += 1
         if given.requires_grad:
             read.inputs.append(given.clone())

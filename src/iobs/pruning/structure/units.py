@@ -69,6 +69,11 @@ class Reader:
         """Path of the module."""
         return self.weight.path
 
+    def products(self, model: nn.Module) -> int:
+        """Multiplications by the columns of one unit in the traced forward pass."""
+        stored = self.weight.stored(model)
+        return self.positions * len(self.weight.index[0]) * (stored.numel() // stored.shape[self.weight.axis])
+
     @property
     def columns(self) -> Index:
         """Columns of every unit in the layer's matrix (rows, columns), as `Layer.read` returns it."""
