@@ -5,6 +5,7 @@
     python benchmarks/structured_networks.py --only ResNet     rows of one network; also --methods "fast;flap"
     python benchmarks/structured_networks.py --peers           with the scores of torch-pruning (`structured_peers.py`)
     python benchmarks/structured_networks.py --device cuda     prune on a GPU; scores are computed on the CPU
+    python benchmarks/structured_networks.py --checkpoints DIR an interrupted row goes on from its folder in DIR
 
 ResNet-20 and a ViT: 1,000 training images, score on 5,000 test images. MobileNet: 300 images, score on 300
 others. The llama of 260,000 weights: 256 windows of 128 tokens, perplexity on 300 windows of other stories, divided by
@@ -210,10 +211,15 @@ NETWORKS = {"ResNet-20": resnet, "llama 260K": stories, "MiniLM": encoder, "ViT"
 
 
 def measure(
-    name: str, network: Network, share: float, method: str, seed: int, device: str = "cpu"
+    name: str, network: Network, share: float, method: str, seed: int, device: str = "cpu", folder: Path | None = None
 ) -> tuple[nn.Module, Row]:
-    """The narrower network and its row."""
+    """The narrower network and its row.
+
+    An interrupted row goes on from its checkpoint in `folder`. It says so: its seconds are those of the last part.
+    """
     model = network.model()
+    checkpoint = None if folder is None else folder / f"{name} {share} {method} {seed}"
+    resumed = checkpoint is not None and checkpoint.exists()
     with measured() as work, ExitStack() as stack:
         recipe, changes = METHODS.get(method, ("one-shot", {}))
         if method in structured_peers.METHODS:
@@ -225,7 +231,9 @@ def measure(
         elif method not in OURS and network.norms:
             changes = {**changes, "batch_norm": "update"}
         pattern = iobs.Structured(share, uniform=network.uniform)
-        report = iobs.prune(model.to(device), network.batches, pattern, recipe, seed=seed, **changes)
+        report = iobs.prune(
+            model.to(device), network.batches, pattern, recipe, seed=seed, checkpoint=checkpoint, **changes
+        )
     model.cpu()
     return model, {
         "network": name,
@@ -239,6 +247,7 @@ def measure(
         "kind": report.best.kind,
         "steps": sum(len(record.step_losses) for record in report.rounds),
         **work.fields(),
+        **({"resumed": True} if resumed else {}),
         **stamp(seed, device),
     }
 
@@ -312,6 +321,7 @@ def main() -> None:
     options.add_argument("--peers", action="store_true", help="also the scores of torch-pruning, with labels")
     options.add_argument("--shares", type=float, nargs="*")
     options.add_argument("--device", default="cpu", help="where networks are pruned")
+    options.add_argument("--checkpoints", type=Path, help="folder from which interrupted rows go on")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     methods = (*METHODS, *(structured_peers.METHODS if arguments.peers else ()))
@@ -327,7 +337,8 @@ def main() -> None:
                     if method in structured_peers.METHODS and network.labelled is None:
                         continue
                     if not rows.has(network=name, share=share, method=method, seed=seed):
-                        rows.put(measure(name, network, share, method, seed, arguments.device)[1])
+                        given = arguments.device, arguments.checkpoints
+                        rows.put(measure(name, network, share, method, seed, *given)[1])
 
 
 if __name__ == "__main__":
