@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.partition import Partition
-from iobs.core.shared_rows import is_spanning, spanning_mask
+from iobs.core.spanning import is_spanning, spanning_mask
 from iobs.core.structured import Structured
 from iobs.core.thresholds import smallest_kept
 from iobs.errors import PatternError, is_a

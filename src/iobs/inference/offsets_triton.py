@@ -1,8 +1,7 @@
 """Products with a matrix of column offsets on a GPU, in Triton.
 
-Non-zero entries of a row lie in groups of `GROUP`. A group has the column of its first entry, and each entry its offset
-from there. The last group of a row is filled up with zeros, which are skipped. With TRITON_INTERPRET=1 in the
-environment before the import, the same code runs on the CPU.
+The parts of the matrix are those of `column_offsets.packed`; zeros that fill up a group are skipped. With
+TRITON_INTERPRET=1 in the environment before the import, the same code runs on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from iobs.inference.offsets import GROUP
+from iobs.inference.column_offsets import GROUP
 
 _WARPS = 2  # of a program; with its block the fastest on an H100
 _BLOCK = tl.constexpr(512)  # entries that a program reads at a time

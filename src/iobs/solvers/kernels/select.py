@@ -9,7 +9,7 @@ from torch import Tensor
 
 from iobs.core.partition import Partition
 from iobs.core.patterns import top_mask_of
-from iobs.core.shared_rows import is_spanning
+from iobs.core.spanning import is_spanning
 
 
 @dataclass(frozen=True)
