@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.core.optional import pandas_module
 from iobs.core.paths import expanded
+from iobs.core.wording import plural
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 from iobs.pruning.samples.shown import Sample
@@ -312,8 +313,9 @@ class Report:
 
     def __str__(self) -> str:
         """The result, the records, and the five layers with the largest errors."""
+        layers = plural(len(self.audit), "layer")
         lines = [
-            f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {len(self.audit)} layers.",
+            f"{self.zeros:,} of {self.weights:,} weights are zero ({self.sparsity:.2%}) in {layers}.",
             *self.coverage.lines(),
             f"{self._loss()}; {self.seconds:.1f} s.",
             *self._measured(),
@@ -331,12 +333,9 @@ class Report:
 
     def _measured(self) -> list[str]:
         """Bits of each weight on a grid, and the metrics of the dense and of the last model, one line each."""
-        bits = (
-            []
-            if self.bits_per_weight is None
-            else [f"{self.bits_per_weight:.3f} bits a weight, masks and scales counted."]
-        )
-        return bits + self._compared()
+        bits = self.bits_per_weight
+        counted = [] if bits is None else [f"{bits:.3f} bits a weight, masks and scales counted."]
+        return counted + self._compared()
 
     def _compared(self) -> list[str]:
         if len(self.scores) < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from iobs.core.wording import plural
 from iobs.errors import listed
 from iobs.pruning.report import JsonObject, Report
 
@@ -94,8 +95,8 @@ class StructuredReport(Report):
         for kind in kinds:
             own = [one for one in self.widths if one.kind == kind]
             before, after = sum(one.before for one in own), sum(one.after for one in own)
-            where = {"blocks": "", "experts": f" in {len(own)} mixtures"}.get(kind, f" in {len(own)} layers")
-            lines.append(f"{after:,} of {before:,} {kind} are left{where}.")
+            where = plural(len(own), "mixture" if kind == "experts" else "layer")
+            lines.append(f"{after:,} of {before:,} {kind} are left{'' if kind == 'blocks' else f' in {where}'}.")
         return lines
 
     def sentences(self) -> list[str]:

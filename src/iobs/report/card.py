@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.structured_report import StructuredReport
@@ -49,7 +50,8 @@ def _result(report: Report, name: str) -> list[str]:
     return [
         f"# {name}, {percent(report.sparsity)} sparse",
         "",
-        f"{name} with {report.zeros:,} of the {report.weights:,} weights in {len(report.audit)} layers set to zero.",
+        f"{name} with {report.zeros:,} of the {report.weights:,} weights in "
+        f"{plural(len(report.audit), 'layer')} set to zero.",
         "The zeros are stored as ordinary zeros, so the directory loads like any other; `iobs inspect` counts them.",
     ]
 

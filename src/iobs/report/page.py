@@ -6,6 +6,7 @@ import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import WORTH, Report
 from iobs.pruning.samples.shown import Sample
@@ -76,9 +77,9 @@ def _command(report: Report) -> str:
 
 
 def _facts(report: Report) -> str:
-    coverage = report.coverage
+    coverage, audited = report.coverage, plural(len(report.audit), "layer")
     facts = [
-        (percent(report.sparsity, 2), f"zeros in {len(report.audit)} layers: {report.zeros:,} of {report.weights:,}"),
+        (percent(report.sparsity, 2), f"zeros in {audited}: {report.zeros:,} of {report.weights:,}"),
         (percent(coverage.share), f"of the weight entries pruned; {percent(coverage.sparsity)} of all parameters zero"),
     ]
     # The last entry is the pruned model; the others are for comparison.

@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from iobs.core.wording import plural
 from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
@@ -31,7 +32,7 @@ def summary_lines(report: Report) -> list[str]:
 
 def _counted(report: Report) -> list[str]:
     """Zeros, coverage and bits, a line each."""
-    counted = f"{report.zeros:,} of {report.weights:,} weights in {len(report.audit)} layers"
+    counted = f"{report.zeros:,} of {report.weights:,} weights in {plural(len(report.audit), 'layer')}"
     lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
     if report.bits_per_weight is not None:
         lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
