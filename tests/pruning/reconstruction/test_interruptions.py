@@ -17,7 +17,7 @@ from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import spill
 from iobs.pruning.cost import checkpoint_size
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import walk
+from iobs.pruning.reconstruction import network_fit
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
 from iobs.pruning.runtime.checkpoint import DiskCheckpoint
 
@@ -42,7 +42,7 @@ def puts(monkeypatch):
             raise Killed
 
     monkeypatch.setattr(DiskCheckpoint, "put", put)
-    monkeypatch.setattr(walk, "StepCheckpoint", partial(StepCheckpoint, every=2))
+    monkeypatch.setattr(network_fit, "StepCheckpoint", partial(StepCheckpoint, every=2))
     return found
 
 
@@ -135,8 +135,10 @@ def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(pu
 def test_at_most_one_interval_of_network_steps_is_lost(puts, tmp_path, monkeypatch):
     model, data = build("transformer")
     taken = []
-    step = walk.NetworkSteps._step
-    monkeypatch.setattr(walk.NetworkSteps, "_step", lambda self, *given: (taken.append(1), step(self, *given))[1])
+    step = network_fit.NetworkSteps._step
+    monkeypatch.setattr(
+        network_fit.NetworkSteps, "_step", lambda self, *given: (taken.append(1), step(self, *given))[1]
+    )
     run = partial(iobs.prune, data=data, pattern=0.5, recipe="one-shot", checkpoint=tmp_path / "run", **OPTIONS)
     run(copy.deepcopy(model))
     assert len(taken) == FIT.network_steps

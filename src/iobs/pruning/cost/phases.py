@@ -23,7 +23,7 @@ from iobs.pruning.cost.loads import (
 )
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
-from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps, trial_steps
+from iobs.pruning.reconstruction.rates import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM
 
 _INPUTS = 3  # most inputs of one width in a block: of the attention, of its output, and of the perceptron

@@ -34,9 +34,9 @@ from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
+from iobs.pruning.reconstruction.rates import NETWORK_RATES, RATES, network_trial_steps
+from iobs.pruning.reconstruction.rates import trial_steps as blocks_trial_steps
 from iobs.pruning.reconstruction.step_sizes import samples_a_step as samples_of_fit
-from iobs.pruning.reconstruction.walk import NETWORK_RATES, RATES, network_trial_steps
-from iobs.pruning.reconstruction.walk import trial_steps as blocks_trial_steps
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples

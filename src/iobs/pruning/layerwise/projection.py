@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,25 @@ class Projection:
 
     def __post_init__(self) -> None:
         self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
+
+    def at_level(self, patterns: Mapping[Layer, Pattern], level: int, levels: int) -> Projection:
+        """One of several projections of the same layers at growing sparsity.
+
+        The last one has the record, the callback and the keys of this projection. Those before it are not recorded.
+        Projections after the first match the outputs of the current weights.
+
+        Args:
+            patterns: of the layers at this level.
+            level: number of the projection, from 0.
+            levels: number of projections.
+        """
+        recipe = self.recipe.but(target="layer") if level else self.recipe
+        own = {**self.patterns, **patterns}
+        if level < levels - 1:
+            return replace(self, patterns=own, recipe=recipe, callback=Callback(), level=level)
+        last = replace(self, patterns=own, recipe=recipe)
+        last.record = self.record
+        return last
 
     @torch.no_grad()
     def project(self, group: Group) -> None:

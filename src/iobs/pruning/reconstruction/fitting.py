@@ -11,6 +11,7 @@ from torch import Tensor
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.losses import divergence
 from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.finetune.scaled import scale_of, scaled_gradients
 from iobs.pruning.reconstruction.batch_order import endless
 from iobs.pruning.reconstruction.optimizers import Adam, rate_at
@@ -36,6 +37,14 @@ class Streams:
     dense: Stream
     fit: list[int]
     judges: list[int]
+
+    @classmethod
+    def of(cls, sweep: Sweep, pruned: Stream, dense: Stream) -> Streams:
+        """The streams of a sweep, with the positions of its batches."""
+        count = len(sweep.ranks.share(sweep.calibration).batches)
+        heldout = [*range(count, len(pruned.data))]
+        judged = bool(sweep.heldout.batches)  # on all ranks alike: a rank may have no held-out batch of its own
+        return cls(pruned, dense, [*range(count)], heldout if judged else [*range(count)])
 
 
 @dataclass(frozen=True)

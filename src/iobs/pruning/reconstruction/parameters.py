@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.layerwise.grids import GridRounding
+from iobs.pruning.layerwise.grids import GridRounding, free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.store import Store
 
@@ -130,3 +131,55 @@ class Masters:
         """The value of a master in the model, on the grids of its layers."""
         value = self.values[name]
         return value if self.rounding is None else self.rounding(name, value, dtype)
+
+
+@dataclass(frozen=True)
+class FittedParameters:
+    """The parameters that fits along a chain of blocks change.
+
+    Args:
+        store: holds the model.
+        layers: pruned layers.
+        patterns: of the pruned layers, after their last projection.
+        chain: the blocks.
+        frozen: names of parameters that the user froze.
+    """
+
+    store: Store
+    layers: Collection[Layer]
+    patterns: Mapping[Layer, Pattern]
+    chain: Sequence[Block]
+    frozen: Collection[str]
+
+    def of(self, stages: range, outside: bool = False, final: bool = True, shared: bool = False) -> Masters:
+        """The masters of some blocks; with final patterns values stay on their grids.
+
+        Args:
+            stages: of the blocks.
+            outside: also the vectors outside all blocks.
+            final: the layers have their final patterns.
+            shared: float32 parameters are their own masters.
+        """
+        model, blocks = self.store.model, [self.chain[stage] for stage in stages]
+        names, masks = fitted_names(model, self.layers, blocks, self.frozen)
+        rounding = None
+        if final:
+            own = {layer: self.patterns[layer] for layer in self.layers if layer.key in masks}
+            free_zeros(masks, own)
+            rounding = rounding_of(model, own)
+        names += self._vectors_outside() if outside else []
+        return Masters.of(self.store, names, masks, rounding, shared)
+
+    def outside(self) -> Masters:
+        """The masters of the vectors outside all blocks."""
+        return Masters.of(self.store, self._vectors_outside(), {})
+
+    def _vectors_outside(self) -> list[str]:
+        """The names of the vectors outside the blocks, such as the scale of the last norm."""
+        everywhere = tuple(f"{block.path}." for block in self.chain)
+        return [
+            name
+            for name, value in self.store.model.named_parameters()
+            if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
+            if name not in self.frozen
+        ]

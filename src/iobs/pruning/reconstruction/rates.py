@@ -9,11 +9,27 @@ from typing import Protocol
 
 from iobs.errors import NonFiniteError
 from iobs.pruning.decisions.learning_rate import kept_trial, try_rates
+from iobs.pruning.recipe import BlockFit
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
 
-ENOUGH = 0.95  # share of the best gain of a trial; a fit takes several times its steps, and needs a larger rate
-ENOUGH_OF_NETWORK = 0.75  # the same for steps of the whole network, which take twenty times the steps of a trial
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+NETWORK_RATES = (5e-5, 2e-4, 8e-4, 3e-3, 8e-3)
+_LOWER_RATES, _LOWER_NETWORK_RATES = (3e-5, 1e-5, 3e-6), (1.5e-5, 5e-6)  # tried where no other rate gains
+_TRIAL_SHARE, _TRIAL_STEPS = 5, 12  # a trial of a rate takes a fifth of the steps, and at least twelve
+_NETWORK_SHARE = 20  # a trial of a rate of the whole network takes a twentieth of its steps
+_ENOUGH = 0.95  # share of the best gain of a trial; a fit takes several times its steps, and needs a larger rate
+_ENOUGH_OF_NETWORK = 0.75  # the same for steps of the whole network, which take twenty times the steps of a trial
+
+
+def trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of blocks."""
+    return max(_TRIAL_STEPS, fit.steps // _TRIAL_SHARE)
+
+
+def network_trial_steps(fit: BlockFit) -> int:
+    """Gradient steps of one trial of a rate of the whole network."""
+    return max(_TRIAL_STEPS, fit.network_steps // _NETWORK_SHARE)
 
 
 class Steps(Protocol):
@@ -46,7 +62,7 @@ class RateTrials:
     rates: tuple[float, ...]
     steps: int
     lower: tuple[float, ...] = ()
-    share: float = ENOUGH
+    share: float = _ENOUGH
 
     def choose(
         self,
@@ -85,6 +101,17 @@ class RateTrials:
         return {"rate": rate, "text": f"held-out loss {before:.4g}, after trials {text}"}
 
 
+def block_trials(fit: BlockFit) -> RateTrials:
+    """The trials of the rate of blocks."""
+    return RateTrials("rate of block reconstruction", RATES, trial_steps(fit), _LOWER_RATES)
+
+
+def network_trials(fit: BlockFit) -> RateTrials:
+    """The trials of the rate of the whole network."""
+    steps = network_trial_steps(fit)
+    return RateTrials("rate of the whole network", NETWORK_RATES, steps, _LOWER_NETWORK_RATES, _ENOUGH_OF_NETWORK)
+
+
 def loss_after(take: Callable[[], None], loss: Callable[[], float]) -> float:
     """The held-out loss after gradient steps; infinite if they diverge."""
     try:
@@ -94,7 +121,7 @@ def loss_after(take: Callable[[], None], loss: Callable[[], float]) -> float:
         return math.inf
 
 
-def useful_rate(tried: Mapping[float, float], before: float, share: float = ENOUGH) -> float | None:
+def useful_rate(tried: Mapping[float, float], before: float, share: float = _ENOUGH) -> float | None:
     """The largest rate whose trial gains nearly as much as the best one.
 
     Gains are compared, not losses: where steps gain little, a rate that gains nothing has about the least loss too.
