@@ -69,6 +69,17 @@ def test_decimal_commas_of_a_target_are_numbers(write):
     assert table.classes == []
 
 
+def test_missing_categories_of_parquet_are_missing(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    towns = pyarrow.array(["Bonn", None, "Rome", None, "Bonn"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"town": towns, "y": [1.0, 2, 3, 4, 5]}), tmp_path / "t.parquet")
+    with pytest.raises(NonFiniteError, match="'town' is missing in 2 of 5 rows"):
+        read_table(tmp_path / "t.parquet", "y")
+    assert read_table(tmp_path / "t.parquet", "y", missing="mean").names == ["town=Rome", "town=(missing)"]
+
+
 REFUSED = {
     "an empty column": ("a,b,y\n1,,3\n2,,4\n", NonFiniteError, "column 'b' is empty; leave it out with --drop b"),
     "a number that overflows": ("a,b,y\n1e400,2,3\n3,1,4\n", NonFiniteError, "'a' is infinite or too large .*row 1"),

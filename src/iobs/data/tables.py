@@ -269,14 +269,17 @@ def _rows(file: Path, separator: str) -> Iterator[list[str]]:
 def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     try:
         table = parquet.read_table(file)
     except (ValueError, OSError) as error:
         raise DataError(f"Cannot read {file}: {error}.") from error
     _refuse_doubles(file, table.column_names)
-    return {name: _plain(table.column(name).to_numpy(), name in text) for name in table.column_names}
+    columns = zip(table.column_names, table.columns, strict=True)
+    # pyarrow gives a missing entry of an encoded column the last value of its dictionary.
+    plain = {name: one.cast(one.type.value_type) if types.is_dictionary(one.type) else one for name, one in columns}
+    return {name: _plain(one.to_numpy(), name in text) for name, one in plain.items()}
 
 
 def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
