@@ -169,7 +169,7 @@ def read_columns(file: Path, text: Sequence[str] = ()) -> dict[str, Column]:
 
     Args:
         file: as `read_table`.
-        text: names of columns whose entries are kept as written.
+        text: names of columns whose entries are kept as written, except for decimal commas.
 
     Raises:
         DataError: as `read_table`.
@@ -228,14 +228,14 @@ def _separator(file: Path) -> str:
 
 
 def _column(values: list[Entry], text: bool, separator: str) -> Column:
-    """Entries of a text file; between semicolons, "1,5" is a number."""
-    if text:
-        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
+    """Entries of a text file; between semicolons, "1,5" is a number, and the category "1.5"."""
     if separator == ";":
         values = [
             value.replace(",", ".") if isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) else value
             for value in values
         ]
+    if text:
+        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
     return _parsed(values)
 
 
