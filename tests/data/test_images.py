@@ -172,6 +172,7 @@ def test_hidden_folders_are_ignored_and_stray_images_refused(tmp_path, embedded)
         (("whole/read.me", "whole/cat/a.png", "whole/dog/a.png"), [0, 1]),
         (("one/1.png", "one/5.png"), [1, 5]),
         (("²/a.png", "³/a.png"), [0, 1]),
+        (("20260131235959123456/a.png", "20260131235959123457/a.png"), [0, 1]),
         (("1.png", "5.png", "notes/a.txt"), [1, 5]),
         (("cat/a.png", "dog/a.png", ".ipynb_checkpoints/", "dog/.thumbs/a.png"), [0, 1]),
     ],
@@ -179,6 +180,11 @@ def test_hidden_folders_are_ignored_and_stray_images_refused(tmp_path, embedded)
 def test_class_is_the_name_of_the_deciding_folder(make_set, embedded, names, labels):
     for source in make_set(*names):
         assert data.open_source([str(source)], "calibration", embedded).targets.tolist() == labels
+
+
+def test_numbers_that_int64_does_not_hold_are_no_labels(make_set, embedded):
+    for source in make_set("20260131235959123456.png", "20260131235959123457.png"):
+        assert data.open_source([str(source)], "calibration", embedded).targets is None
 
 
 @pytest.mark.parametrize(

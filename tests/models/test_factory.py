@@ -140,6 +140,19 @@ def test_factory_model_with_shared_memory_round_trips(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), loaded.module.parameters(), strict=True))
 
 
+def test_weights_of_two_shapes_in_one_memory_are_both_written(tmp_path):
+    (tmp_path / "views.py").write_text(
+        "from torch import nn\n\ndef build():\n"
+        "    net = nn.Sequential(nn.Conv2d(4, 3, 1), nn.Flatten(), nn.Linear(4, 3))\n"
+        "    net[2].weight = nn.Parameter(net[0].weight.detach().view(3, 4))\n    return net\n"
+    )
+    loaded = models.load(f"{tmp_path / 'views.py'}:build")
+    loaded.save(tmp_path / "out")
+    again = models.load(tmp_path / "out").module
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), loaded.module.parameters(), strict=True))
+    assert torch.equal(again[0].weight.flatten(), again[2].weight.flatten())
+
+
 def test_factory_function_may_import_a_file_beside_its_own(tmp_path):
     (tmp_path / "beside.py").write_text("WIDTH = 7\n")
     (tmp_path / "late.py").write_text(

@@ -63,6 +63,23 @@ def test_image_classifier_loads_as_its_own_class(tmp_path):
     assert loaded.tokenizer is None
 
 
+def test_context_of_roberta_leaves_out_the_positions_before_the_first_token(tmp_path):
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(
+        vocab_size=20,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=34,
+    )
+    RobertaForMaskedLM(config).save_pretrained(tmp_path / "roberta")
+    loaded = models.load(tmp_path / "roberta")
+    assert loaded.context == 32
+    loaded.module(input_ids=torch.full((1, loaded.window_length(2048)), 5))
+
+
 def test_missing_and_damaged_files_are_named(directory, tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         models.load(tmp_path / "nowhere")

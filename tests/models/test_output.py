@@ -41,6 +41,22 @@ def test_output_directory_appears_complete(tmp_path, existing):
     assert [entry.name for entry in target.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "calibration.txt"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        OSError("cannot identify image file 'cat.jpg'"),
+    ],
+    ids=["missing file", "network", "library"],
+)
+def test_errors_of_the_data_are_not_explained_as_those_of_the_output(tmp_path, failure):
+    with pytest.raises(OSError) as caught, models.output_directory(tmp_path / "out"):  # noqa: PT011
+        raise failure
+    assert caught.value is failure
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, OSError(errno.ENOSPC, "No space left on device")])
 def test_output_directory_is_removed_on_failure(tmp_path, failure):
     expected = OutputError if isinstance(failure, OSError) else failure

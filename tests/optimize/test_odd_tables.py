@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from iobs.cli.solve import solve
 from iobs.data import tables
+from iobs.data.fitted import Fitted
 from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, NonFiniteError
 
@@ -67,6 +68,25 @@ def test_decimal_commas_of_a_target_are_numbers(write):
     table = read_table(write("a;b;y\n1,5;2;0,5\n3,25;1;-1,25\n5;4;2\n"), "y")
     assert table.y.tolist() == [0.5, -1.25, 2]
     assert table.classes == []
+
+
+def test_categories_with_decimal_commas_are_known_again(write):
+    file = write("size;b;y\nS;2;1\n1,5;1;2\nM;4;3\n1,5;3;4\nS;0;5\n")
+    table = read_table(file, "y")
+    assert table.names == ["size=M", "size=S", "b"]
+    model = Fitted("y", "squared", (), table.codings, np.ones((1, 3)), np.zeros(1))
+    np.testing.assert_array_equal(model.design(file), table.X)
+
+
+def test_missing_categories_of_parquet_are_missing(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    towns = pyarrow.array(["Bonn", None, "Rome", None, "Bonn"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"town": towns, "y": [1.0, 2, 3, 4, 5]}), tmp_path / "t.parquet")
+    with pytest.raises(NonFiniteError, match="'town' is missing in 2 of 5 rows"):
+        read_table(tmp_path / "t.parquet", "y")
+    assert read_table(tmp_path / "t.parquet", "y", missing="mean").names == ["town=Rome", "town=(missing)"]
 
 
 REFUSED = {

@@ -68,7 +68,7 @@ def prune_low_memory(
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     if about := warning_of(selection.layers, recipe):
         console.warn(about)
-    name, window, batches = batches_of_run(without_weights(Path(directory)), options)
+    name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
     plan = store.plan(selection, batches, recipe, options.holdout)
     if (dry_run or output is None) and not current().first:
         return

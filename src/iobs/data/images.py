@@ -117,7 +117,8 @@ def read_images(
     With several folders, each is a class. Its label is its name if all names are numbers, else its position in
     alphabetical order. Images may lie deeper, at the same place in each class (`CLASS/images/1.png`). In a single
     folder the label is the number at the start of the file name (`207.jpg`, `207_1.png`). If a name has no number, or
-    all numbers are equal, there are no labels. Hidden files and folders are ignored; links are followed.
+    all numbers are equal, there are no labels. Longer numbers than int64 holds, such as times, are names like others.
+    Hidden files and folders are ignored; links are followed.
 
     Args:
         source: a folder or zip file.
@@ -209,7 +210,7 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
             "folder, or remove it."
         )
     stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
-    numbered = all(stem.isdecimal() for stem in stems) and len(set(stems)) > 1
+    numbered = all(map(_is_number, stems)) and len(set(stems)) > 1
     return found, _numbers(stems, stems) if numbered else None
 
 
@@ -258,10 +259,14 @@ def _inside(folder: tuple[str, ...], folders: Iterable[tuple[str, ...]]) -> set[
 
 def _numbers(names: Sequence[str], order: Sequence[str]) -> Tensor:
     """Names as int64: their numbers if all names are numbers, else their positions in `order`."""
-    if all(name.isdecimal() for name in names):
+    if all(map(_is_number, names)):
         return torch.tensor([int(name) for name in names])
     places = {name: place for place, name in enumerate(order)}
     return torch.tensor([places[name] for name in names])
+
+
+def _is_number(name: str) -> bool:
+    return name.isdecimal() and int(name) <= torch.iinfo(torch.int64).max
 
 
 def _hidden(name: str) -> bool:

@@ -169,7 +169,7 @@ def read_columns(file: Path, text: Sequence[str] = ()) -> dict[str, Column]:
 
     Args:
         file: as `read_table`.
-        text: names of columns whose entries are kept as written.
+        text: names of columns whose entries are kept as written, except for decimal commas.
 
     Raises:
         DataError: as `read_table`.
@@ -228,14 +228,14 @@ def _separator(file: Path) -> str:
 
 
 def _column(values: list[Entry], text: bool, separator: str) -> Column:
-    """Entries of a text file; between semicolons, "1,5" is a number."""
-    if text:
-        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
+    """Entries of a text file; between semicolons, "1,5" is a number, and the category "1.5"."""
     if separator == ";":
         values = [
             value.replace(",", ".") if isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) else value
             for value in values
         ]
+    if text:
+        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
     return _parsed(values)
 
 
@@ -269,14 +269,17 @@ def _rows(file: Path, separator: str) -> Iterator[list[str]]:
 def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
-    from pyarrow import parquet
+    from pyarrow import parquet, types
 
     try:
         table = parquet.read_table(file)
     except (ValueError, OSError) as error:
         raise DataError(f"Cannot read {file}: {error}.") from error
     _refuse_doubles(file, table.column_names)
-    return {name: _plain(table.column(name).to_numpy(), name in text) for name in table.column_names}
+    columns = zip(table.column_names, table.columns, strict=True)
+    # pyarrow gives a missing entry of an encoded column the last value of its dictionary.
+    plain = {name: one.cast(one.type.value_type) if types.is_dictionary(one.type) else one for name, one in columns}
+    return {name: _plain(one.to_numpy(), name in text) for name, one in plain.items()}
 
 
 def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:

@@ -121,7 +121,7 @@ def load_pretrained(
         module.generation_config = transformers.GenerationConfig.from_pretrained(source)
     task = _task(transformers, type(module).__name__, chosen.__name__)
     module = module.to(device) if moved else module
-    return LoadedModel(module.eval(), tokenizer, str(source), task, context_of(config, tokenizer), write)
+    return LoadedModel(module.eval(), tokenizer, str(source), task, context_of(config, tokenizer, module), write)
 
 
 def _check_loaded(source: str | Path, network: str, info: Mapping[str, Any]) -> None:
@@ -306,15 +306,22 @@ def _task(transformers: ModuleType, class_name: str, automatic: str) -> Task:
     return "other"
 
 
-def context_of(config: PreTrainedConfig, tokenizer: Tokenizer | None) -> int | None:
+def context_of(config: PreTrainedConfig, tokenizer: Tokenizer | None, module: nn.Module) -> int | None:
     """Context length of a network: from its configuration, else from its tokenizer. Returns None if unlimited."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
-            return value
+            return value - _before_the_first(module)
     stated = getattr(tokenizer, "model_max_length", None)
     return stated if isinstance(stated, int) and 0 < stated < 10**9 else None
+
+
+def _before_the_first(module: nn.Module) -> int:
+    """Number of positions that no token has: RoBERTa and its kin count from the number of the padding token on."""
+    tables = (one for name, one in module.named_modules() if name.rpartition(".")[2] == "position_embeddings")
+    numbers = (getattr(one, "padding_idx", None) for one in tables)
+    return max((number + 1 for number in numbers if isinstance(number, int)), default=0)
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -120,9 +120,23 @@ def _explaining(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OutputError):
+        if isinstance(error, OutputError) or _is_foreign(directory, error):
             raise
         raise _explained(directory, error) from error
+
+
+def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
+    """Check that an error does not come from the output, but from data that a run reads while its output is open."""
+    if isinstance(error, SafetensorError):
+        return False
+    if error.errno is None or isinstance(error, (ConnectionError, TimeoutError)):  # of a library, or of a network
+        return True
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
+        return False
+    place, file = _target(directory), _target(Path(error.filename))
+    parts = [one.name for one in (file, *file.parents)]
+    written = any(name.startswith(f".{place.name}.") and name.endswith(PARTIAL) for name in parts)
+    return not written and not file.is_relative_to(place)
 
 
 def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -> tuple[str, ...]:

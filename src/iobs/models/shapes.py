@@ -37,7 +37,8 @@ def shapes_of(
     blocks = blocks_of(module)
     chosen = select(module, include, ignore, depthwise=depthwise, check_finite=False).layers
     layers = [layer for layer in chosen if any(block.holds(layer.path) for block in blocks)]
-    parameters, context = dict(module.named_parameters()), context_of(module.config, None)  # type: ignore[arg-type]
+    parameters = dict(module.named_parameters())
+    context = context_of(module.config, None, module)  # type: ignore[arg-type]
     if halves:  # found without weights too: on the meta device a forward pass computes shapes alone
         blocks = halved(module.to("meta"), blocks, {"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
     sizes = [sum(one.numel() for name, one in parameters.items() if block.holds(name)) for block in blocks]

@@ -19,7 +19,8 @@ def write_weights(module: nn.Module, file: Path) -> None:
     of one matrix. Here each tensor is written separately.
     """
     state = module.state_dict()
-    tensors = {names[0]: _alone(state[names[0]]) for names in same_tensors(state)}
+    used: set[int] = set()
+    tensors = {names[0]: _alone(state[names[0]], used) for names in same_tensors(state)}
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         warnings.warn(
@@ -73,7 +74,15 @@ def same_tensors(state: Mapping[str, object]) -> list[list[str]]:
     return [*groups.values()]
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """A contiguous tensor that is alone in its storage; a copy only if needed."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+def _alone(tensor: Tensor, used: set[int]) -> Tensor:
+    """A contiguous tensor that is alone in its storage; a copy only if needed.
+
+    Args:
+        tensor: the tensor.
+        used: addresses of the storages of earlier tensors, such as a convolution with the weight of a linear layer;
+            that of this tensor is added.
+    """
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in used
+    used.add(storage.data_ptr())
     return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)

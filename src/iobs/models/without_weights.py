@@ -15,8 +15,12 @@ from iobs.models.vision_shim import ensure_torchvision
 __all__ = ["without_weights"]
 
 
-def without_weights(path: Path) -> LoadedModel:
+def without_weights(path: Path, module: nn.Module) -> LoadedModel:
     """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
+
+    Args:
+        path: the directory.
+        module: its module, with or without weights.
 
     Raises:
         ModelError: the directory is damaged.
@@ -34,4 +38,4 @@ def without_weights(path: Path) -> LoadedModel:
     except Exception as error:  # transformers raises exceptions of every kind
         raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer), refuse)
+    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer, module), refuse)
