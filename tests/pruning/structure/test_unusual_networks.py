@@ -499,3 +499,26 @@ def test_text_that_is_padded_on_the_left_keeps_its_end():
     short = shortened({"input_ids": ids, "attention_mask": mask})
     assert torch.equal(short["input_ids"], ids[:, -8:])
     assert torch.equal(shortened({"input_ids": ids, "attention_mask": mask.flip(1)})["input_ids"], ids[:, :8])
+
+
+class Table(nn.Module):
+    """An embedding for each of twelve columns of categories."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.ModuleList(nn.Embedding(5, 2) for _ in range(12))
+        self.first, self.last = nn.Linear(24, 10), nn.Linear(10, 3)
+
+    def forward(self, x):
+        values = [column(x[:, place]) for place, column in enumerate(self.columns)]
+        return self.last(self.first(torch.cat(values, 1)).relu())
+
+
+def test_networks_that_take_no_fewer_columns_are_traced_with_all_of_them():
+    rows = torch.randint(0, 5, (12, 12), generator=torch.Generator().manual_seed(0))
+    assert [one.shape for one in traced_batches(Table().eval(), [rows])] == [(2, 12)]
+    units, notes = plan(Table(), [rows])
+    assert len(units) == 13  # of every embedding, and the neurons
+    assert not notes
+
+
