@@ -522,3 +522,20 @@ def test_networks_that_take_no_fewer_columns_are_traced_with_all_of_them():
     assert not notes
 
 
+class Switched(nn.Module):
+    """A layer whose attribute `bias` says if it has one."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(rows, columns) / columns**0.5), False
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def test_an_attribute_that_says_if_there_is_a_bias_is_no_bias():
+    torch.manual_seed(0)
+    model = nn.Sequential(Switched(8, 12), nn.ReLU(), Switched(12, 3))
+    report = pruned(model)
+    assert [(one.name, one.before) for one in report.widths] == [("2", 12)]
+    assert model[2].weight.shape == (3, report.widths[0].after)
