@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 
 from iobs.core.structured import Structured
 from iobs.pruning.structure.units import Site
@@ -14,22 +15,22 @@ _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
-def possible_widths(site: Site, pattern: Structured) -> tuple[int, ...]:
-    """Widths that a site may get, ascending; the last is the dense width, the only one below `multiple_of`."""
-    unit = _unit(site, pattern)
-    step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
-    return (*range(step, site.count, step), site.count)
+def possible_widths(pattern: Structured, *family: Site) -> tuple[int, ...]:
+    """Widths that sites of equal width may get, ascending; only the dense one, the last, may be below `multiple_of`."""
+    count, unit = family[0].count, _unit(pattern, family)
+    step = unit * max(1, -(-count // (unit * _MOST_WIDTHS)))
+    return (*range(step, count, step), count)
 
 
-def _unit(site: Site, pattern: Structured) -> int:
-    """The number that the widths of a site are multiples of."""
-    return site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
+def _unit(pattern: Structured, family: Sequence[Site]) -> int:
+    """The number that the widths of some sites are multiples of; their units may have several channels."""
+    return lcm(*(site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1 for site in family))
 
 
-def _aligned(site: Site, offered: set[int], pattern: Structured) -> tuple[int, ...]:
+def _aligned(pattern: Structured, family: Sequence[Site], offered: set[int]) -> tuple[int, ...]:
     """The offered widths that are multiples as asked, and the dense width; ascending."""
-    unit = _unit(site, pattern)
-    return tuple(sorted(width for width in offered if width % unit == 0 or width == site.count))
+    count, unit = family[0].count, _unit(pattern, family)
+    return tuple(sorted(width for width in offered if width % unit == 0 or width == count))
 
 
 def choices_of(
@@ -54,9 +55,8 @@ def choices_of(
         families.setdefault(number.get(site.name, site.name), []).append(site)
     found = []
     for family in families.values():
-        first = family[0]
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
-        widths = _aligned(first, set.intersection(*limited), pattern) if limited else possible_widths(first, pattern)
+        widths = _aligned(pattern, family, set.intersection(*limited)) if limited else possible_widths(pattern, *family)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:
