@@ -15,6 +15,7 @@ from transformers import (
     BertModel,
     DeepseekV3Config,
     GPT2Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -49,6 +50,9 @@ MIXTURES = {
     ),
     "olmoe": lambda: OlmoeConfig(
         **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, num_experts_per_tok=2
+    ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(  # the matrix of its router lies in a module of its own
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, moe_topk=2, head_dim=4
     ),
 }  # fmt: skip
 

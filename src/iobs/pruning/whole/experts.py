@@ -256,10 +256,12 @@ def _counts_experts(name: str) -> bool:
 
 
 def _mixtures(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
-    """The slices by the smallest module around a router and its experts."""
+    """The slices by the smallest module around a router and its experts; the matrix of a router may lie deeper."""
+    around = {one.path.rpartition(".")[0] for one in slices}
     found: dict[str, list[Slice]] = {}
     for one in slices:
-        found.setdefault(one.path.rpartition(".")[0], []).append(one)
+        path = min((path for path in around if not path or one.path.startswith(f"{path}.")), key=len)
+        found.setdefault(path, []).append(one)
     return found
 
 
