@@ -401,3 +401,13 @@ def test_blocks_with_a_forward_of_their_own_are_removed():
     report = iobs.prune(model, text(), iobs.Structured(0.4, units="blocks"), "one-shot")
     assert report.widths[0].after == len(model.model.layers) == 3
     assert all("forward" in vars(block) for block in model.model.layers)
+
+
+def test_experts_are_judged_without_padding():
+    model, (batch, *_) = built(MIXTURES["mixtral"]()), text()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, 12:] = 0
+    short = Experts.found(model, [{"input_ids": batch["input_ids"][:, :12]}])
+    padded = Experts.found(model, [{**batch, "attention_mask": mask}])
+    for path, given in short.inputs.items():
+        torch.testing.assert_close(padded.inputs[path], given)

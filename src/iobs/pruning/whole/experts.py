@@ -20,6 +20,7 @@ from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import attended, unpadded
 from iobs.pruning.structure import config_fields, widths
 from iobs.pruning.structure.shapes import shapes_of
 from iobs.pruning.whole.part import (
@@ -274,16 +275,19 @@ def _least(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _inputs(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> dict[str, Tensor]:
-    """Inputs of mixtures as samples of one token, (tokens, 1, width), in the order of their calls."""
+    """Inputs of mixtures as samples of one token, (tokens, 1, width), in the order of their calls, without padding."""
     found: dict[str, list[Tensor]] = {}
+    mask: Tensor | None = None
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = hidden_argument(args, kwargs)
         if given is not None:
-            found.setdefault(path, []).append(given.detach().reshape(-1, 1, given.shape[-1]).clone())
+            tokens = unpadded(given.detach(), mask)
+            found.setdefault(path, []).append(tokens.reshape(-1, 1, tokens.shape[-1]).clone())
 
     with keeping_buffers(model), before_calls(model, paths, note):
         for batch in data:
+            mask = attended(model, batch)
             batches.forward(model, batch)
             if all(sum(map(len, found.get(path, []))) >= _TOKENS for path in paths):
                 break
