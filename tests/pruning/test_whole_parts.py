@@ -411,3 +411,12 @@ def test_experts_are_judged_without_padding():
     padded = Experts.found(model, [{**batch, "attention_mask": mask}])
     for path, given in short.inputs.items():
         torch.testing.assert_close(padded.inputs[path], given)
+
+
+def test_frozen_experts_stay_frozen():
+    model = built(MIXTURES["mixtral"]())
+    for layer in model.model.layers:
+        layer.requires_grad_(False)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
+    assert [name for name, value in model.named_parameters() if value.requires_grad] == trained
