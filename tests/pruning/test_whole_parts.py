@@ -420,3 +420,37 @@ def test_frozen_experts_stay_frozen():
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
     assert [name for name, value in model.named_parameters() if value.requires_grad] == trained
+
+
+class Counted(Residual):
+    """A block that returns a number beside its hidden state."""
+
+    def forward(self, x):
+        return super().forward(x), x.square().mean()
+
+
+class Summed(nn.Module):
+    """A network that adds up the numbers of all blocks, or reads the one of its first block."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Counted(8) for _ in range(4)), nn.Linear(8, 3)
+        self.every = every
+
+    def forward(self, x):
+        numbers = []
+        for block in self.blocks:
+            x, number = block(x)
+            numbers.append(number)
+        return self.last(x) + (sum(numbers) if self.every else 2 * numbers[0])
+
+
+def test_blocks_with_results_that_the_network_computes_with_stay():
+    torch.manual_seed(0)
+    data = [torch.randn(40, 8)]
+    with pytest.raises(ModelError, match="fails if a block of blocks only passes on its hidden state"):
+        iobs.prune(Summed(True).eval(), data, iobs.Structured(0.25, units="blocks"), "one-shot")
+    model = Summed(False).eval()
+    first = model.blocks[0]
+    iobs.prune(model, data, iobs.Structured(0.75, units="blocks"), "one-shot")
+    assert [*model.blocks] == [first]
