@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import lcm
 
 from iobs.core.structured import Structured
@@ -15,22 +15,21 @@ _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
-def possible_widths(pattern: Structured, *family: Site) -> tuple[int, ...]:
-    """Widths that sites of equal width may get, ascending; only the dense one, the last, may be below `multiple_of`."""
-    count, unit = family[0].count, _unit(pattern, family)
+def possible_widths(pattern: Structured, *family: Site, offered: Collection[int] | None = None) -> tuple[int, ...]:
+    """Widths that sites of equal width may get, ascending; only the dense one, the last, may be below `multiple_of`.
+
+    Args:
+        pattern: what is asked.
+        family: the sites.
+        offered: widths that they can have, the dense one included; None: every width.
+    """
+    count = family[0].count
+    # Units may have several channels, as those of a convolution with groups have.
+    unit = lcm(*(site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1 for site in family))
+    if offered is not None:
+        return tuple(sorted(width for width in offered if width % unit == 0 or width == count))
     step = unit * max(1, -(-count // (unit * _MOST_WIDTHS)))
     return (*range(step, count, step), count)
-
-
-def _unit(pattern: Structured, family: Sequence[Site]) -> int:
-    """The number that the widths of some sites are multiples of; their units may have several channels."""
-    return lcm(*(site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1 for site in family))
-
-
-def _aligned(pattern: Structured, family: Sequence[Site], offered: set[int]) -> tuple[int, ...]:
-    """The offered widths that are multiples as asked, and the dense width; ascending."""
-    count, unit = family[0].count, _unit(pattern, family)
-    return tuple(sorted(width for width in offered if width % unit == 0 or width == count))
 
 
 def choices_of(
@@ -56,7 +55,7 @@ def choices_of(
     found = []
     for family in families.values():
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
-        widths = _aligned(pattern, family, set.intersection(*limited)) if limited else possible_widths(pattern, *family)
+        widths = possible_widths(pattern, *family, offered=set.intersection(*limited) if limited else None)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:
