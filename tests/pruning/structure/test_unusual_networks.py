@@ -539,3 +539,24 @@ def test_an_attribute_that_says_if_there_is_a_bias_is_no_bias():
     report = pruned(model)
     assert [(one.name, one.before) for one in report.widths] == [("2", 12)]
     assert model[2].weight.shape == (3, report.widths[0].after)
+
+
+class TwoMatrices(nn.Module):
+    """A module whose second matrix, `weight`, reads what the first one writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.weight = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(3, 12))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.linear(x, self.up).relu(), self.weight)
+
+
+def test_other_matrices_of_a_module_that_reads_units_keep_their_columns():
+    torch.manual_seed(0)
+    model = TwoMatrices()
+    before = model.up.detach().clone()
+    report = pruned(nn.Sequential(model), [torch.randn(40, 16)])
+    kept = [row for row in range(12) if bool((before[row] == model.up).all(1).any())]
+    assert len(kept) == len(model.up) == report.widths[0].after < 12
+    assert torch.equal(model.up, before[kept])
