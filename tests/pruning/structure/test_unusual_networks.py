@@ -560,3 +560,7 @@ def test_other_matrices_of_a_module_that_reads_units_keep_their_columns():
     kept = [row for row in range(12) if bool((before[row] == model.up).all(1).any())]
     assert len(kept) == len(model.up) == report.widths[0].after < 12
     assert torch.equal(model.up, before[kept])
+    assert [(one.name, one.before, one.after) for one in report.costs[:2]] == [
+        ("macs", 12 * 19, len(kept) * 19),
+        ("parameters", 12 * 19, len(kept) * 19),
+    ]
