@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.core.structured import Structured
 from iobs.errors import ModelError, ProblemError
+from iobs.pruning.decisions import widths
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.widths import clock
@@ -150,6 +151,20 @@ def test_times_of_neurons_are_interpolated(stack):
     latency = Latency(2.0, {sites[2].name: Times((10, 20), (0.5, 1.0))})
     assert latency.of({sites[2].name: 15}) == pytest.approx(1.75)
     assert latency.useful(sites[2], range(10, 21)) == tuple(range(10, 21))
+
+
+def test_a_width_that_is_no_multiple_takes_the_place_of_none(stack, monkeypatch):
+    """A class loads 8 and 9 of 20 neurons, and 9 are the faster ones."""
+    site, asked = stack[2][2], Structured(0.5, of="latency", multiple_of=8)
+    latency = Latency(2.0, {site.name: Times((8, 9, 20), (0.6, 0.5, 1.0))})
+    monkeypatch.setattr(widths, "measure", lambda *_: latency)
+    run = SimpleNamespace(
+        request=SimpleNamespace(offered={site.name: (8, 9, 20)}),
+        store=SimpleNamespace(model=None),
+        fit=SimpleNamespace(batches=[None]),
+    )
+    (choice,) = choices_of([site], asked, (), None, widths._timed(run, asked, (site,))[1])
+    assert choice.widths == (8, 20)
 
 
 def test_measured_widths_hold_the_blocks_of_convolutions(stack):

@@ -15,6 +15,7 @@ from transformers import (
     BertModel,
     DeepseekV3Config,
     GPT2Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -49,6 +50,9 @@ MIXTURES = {
     ),
     "olmoe": lambda: OlmoeConfig(
         **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, num_experts_per_tok=2
+    ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(  # the matrix of its router lies in a module of its own
+        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, moe_topk=2, head_dim=4
     ),
 }  # fmt: skip
 
@@ -397,3 +401,56 @@ def test_blocks_with_a_forward_of_their_own_are_removed():
     report = iobs.prune(model, text(), iobs.Structured(0.4, units="blocks"), "one-shot")
     assert report.widths[0].after == len(model.model.layers) == 3
     assert all("forward" in vars(block) for block in model.model.layers)
+
+
+def test_experts_are_judged_without_padding():
+    model, (batch, *_) = built(MIXTURES["mixtral"]()), text()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, 12:] = 0
+    short = Experts.found(model, [{"input_ids": batch["input_ids"][:, :12]}])
+    padded = Experts.found(model, [{**batch, "attention_mask": mask}])
+    for path, given in short.inputs.items():
+        torch.testing.assert_close(padded.inputs[path], given)
+
+
+def test_frozen_experts_stay_frozen():
+    model = built(MIXTURES["mixtral"]())
+    for layer in model.model.layers:
+        layer.requires_grad_(False)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
+    assert [name for name, value in model.named_parameters() if value.requires_grad] == trained
+
+
+class Counted(Residual):
+    """A block that returns a number beside its hidden state."""
+
+    def forward(self, x):
+        return super().forward(x), x.square().mean()
+
+
+class Summed(nn.Module):
+    """A network that adds up the numbers of all blocks, or reads the one of its first block."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Counted(8) for _ in range(4)), nn.Linear(8, 3)
+        self.every = every
+
+    def forward(self, x):
+        numbers = []
+        for block in self.blocks:
+            x, number = block(x)
+            numbers.append(number)
+        return self.last(x) + (sum(numbers) if self.every else 2 * numbers[0])
+
+
+def test_blocks_with_results_that_the_network_computes_with_stay():
+    torch.manual_seed(0)
+    data = [torch.randn(40, 8)]
+    with pytest.raises(ModelError, match="fails if a block of blocks only passes on its hidden state"):
+        iobs.prune(Summed(True).eval(), data, iobs.Structured(0.25, units="blocks"), "one-shot")
+    model = Summed(False).eval()
+    first = model.blocks[0]
+    iobs.prune(model, data, iobs.Structured(0.75, units="blocks"), "one-shot")
+    assert [*model.blocks] == [first]

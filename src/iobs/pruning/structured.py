@@ -122,14 +122,14 @@ def readers_and_refitted(store: Store, sites: SitesOfLayers, asked: Asked) -> Se
 
     These are the layers that `iobs.prune` prunes by default. Their inputs have drifted by what layers before them lost.
     """
-    read = {reader.path for site in sites.sites for reader in site.readers}
+    read = {layer for site in sites.sites for layer in sites.readers(site)}
     written = {writer.path for site in sites.sites for writer in site.writers}
     refitted: set[Layer] = set()
     if asked.recipe.target != "layer":
         usual = store.select(asked.include, asked.ignore, depthwise=False).layers
         refitted = {layer for layer in usual if layer.parameter == "weight" and layer.groups == 1}
     every = find_layers(store.model)
-    chosen = tuple(layer for layer in every if layer.path in read or layer in refitted)
+    chosen = tuple(layer for layer in every if layer in read or layer in refitted)
     skipped = {
         layer.name: Reason("asked", "its rows go with units" if layer.path in written else "reads no units")
         for layer in every

@@ -499,3 +499,68 @@ def test_text_that_is_padded_on_the_left_keeps_its_end():
     short = shortened({"input_ids": ids, "attention_mask": mask})
     assert torch.equal(short["input_ids"], ids[:, -8:])
     assert torch.equal(shortened({"input_ids": ids, "attention_mask": mask.flip(1)})["input_ids"], ids[:, :8])
+
+
+class Table(nn.Module):
+    """An embedding for each of twelve columns of categories."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.ModuleList(nn.Embedding(5, 2) for _ in range(12))
+        self.first, self.last = nn.Linear(24, 10), nn.Linear(10, 3)
+
+    def forward(self, x):
+        values = [column(x[:, place]) for place, column in enumerate(self.columns)]
+        return self.last(self.first(torch.cat(values, 1)).relu())
+
+
+def test_networks_that_take_no_fewer_columns_are_traced_with_all_of_them():
+    rows = torch.randint(0, 5, (12, 12), generator=torch.Generator().manual_seed(0))
+    assert [one.shape for one in traced_batches(Table().eval(), [rows])] == [(2, 12)]
+    units, notes = plan(Table(), [rows])
+    assert len(units) == 13  # of every embedding, and the neurons
+    assert not notes
+
+
+class Switched(nn.Module):
+    """A layer whose attribute `bias` says if it has one."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(rows, columns) / columns**0.5), False
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def test_an_attribute_that_says_if_there_is_a_bias_is_no_bias():
+    torch.manual_seed(0)
+    model = nn.Sequential(Switched(8, 12), nn.ReLU(), Switched(12, 3))
+    report = pruned(model)
+    assert [(one.name, one.before) for one in report.widths] == [("2", 12)]
+    assert model[2].weight.shape == (3, report.widths[0].after)
+
+
+class TwoMatrices(nn.Module):
+    """A module whose second matrix, `weight`, reads what the first one writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.weight = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(3, 12))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.linear(x, self.up).relu(), self.weight)
+
+
+def test_other_matrices_of_a_module_that_reads_units_keep_their_columns():
+    torch.manual_seed(0)
+    model = TwoMatrices()
+    before = model.up.detach().clone()
+    report = pruned(nn.Sequential(model), [torch.randn(40, 16)])
+    kept = [row for row in range(12) if bool((before[row] == model.up).all(1).any())]
+    assert len(kept) == len(model.up) == report.widths[0].after < 12
+    assert torch.equal(model.up, before[kept])
+    assert [(one.name, one.before, one.after) for one in report.costs[:2]] == [
+        ("macs", 12 * 19, len(kept) * 19),
+        ("parameters", 12 * 19, len(kept) * 19),
+    ]

@@ -27,6 +27,7 @@ from iobs.pruning.structure.config_fields import Field
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.shapes import built, shapes_of
 from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.units import Reader, Site, Slices
 from iobs.pruning.structure.widths import configure, require_loadable, widths_of
 from iobs.pruning.structured_plan import planned_units
 from iobs.pruning.widths.plan import choices_of
@@ -235,6 +236,17 @@ def test_offered_widths_are_multiples_where_asked():
     sites = [site for site in find_sites(model, batch) if site.kind == "neurons"]
     (choice, _) = choices_of(sites, iobs.Structured(0.5, multiple_of=32), (), None, widths_of(model, sites).offered())
     assert choice.widths == (32, 64)
+
+
+def test_widths_of_sites_that_keep_equal_numbers_are_multiples_for_each_of_them():
+    eight = Slices("", "weight", 1, tuple(tuple(range(8 * unit, 8 * unit + 8)) for unit in range(16)))
+    one = Slices("", "weight", 1, tuple((unit,) for unit in range(16)))
+    sites = [Site(name, "channels", (Reader(own),), ()) for name, own in (("grouped", eight), ("plain", one))]
+    asked = iobs.Structured(0.5, multiple_of=8, uniform=True)
+    (choice,) = choices_of(sites, asked, [("grouped", "plain")], None)
+    assert choice.widths == (8, 16)
+    (choice,) = choices_of(sites, asked, [("grouped", "plain")], None, {"grouped": (1, 8, 12, 16)})
+    assert choice.widths == (8, 16)
 
 
 def refused(model, batch, error, message, monkeypatch):

@@ -137,7 +137,8 @@ class Timed:
 
 def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tuple[Latency, dict[str, tuple[int, ...]]]:
     """Times of the blocks of all sites, and the widths that are worth choosing."""
-    offered = {site: work.request.offered.get(site.name) or possible_widths(site, pattern) for site in sites}
+    known = work.request.offered
+    offered = {site: possible_widths(pattern, site, offered=known.get(site.name)) for site in sites}
     latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
     for site in offered:
         if site.name not in latency.times:

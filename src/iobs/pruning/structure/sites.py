@@ -170,7 +170,7 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
         read, known = reads[number], columns[number].index
         index = tuple(tuple(sorted(column for unit in own for column in known[unit])) for own in units)
         weight = Slices(read.path, read.parameter, read.axis, index)
-        bias = getattr(model.get_submodule(read.path), "bias", None) is not None
+        bias = _has_bias(model, read.path, weight.stored(model).shape[1 - read.axis])
         readers.append(Reader(weight, read.width, read.positions, read.norm, bias))
     found = tuple(sorted(readers, key=lambda one: -one.products(model)))
     writers: list[Slices] = []
@@ -195,8 +195,8 @@ def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
     """The slices of a source that belong to the units: rows of weight and bias, or one axis of a parameter."""
     if source.axis is not None:
         rows = [Slices(source.path, source.parameter, source.axis, entries)]
-        bias = getattr(model.get_submodule(source.path), "bias", None)
-        return rows if bias is None else [*rows, Slices(source.path, "bias", 0, entries)]
+        biased = _has_bias(model, source.path, rows[0].stored(model).shape[source.axis])
+        return [*rows, Slices(source.path, "bias", 0, entries)] if biased else rows
     shape = getattr(model.get_submodule(source.path), source.parameter).shape
     for axis in range(len(shape)):
         places = [tuple(sorted(set(torch.unravel_index(torch.tensor(own), shape)[axis].tolist()))) for own in entries]
@@ -204,6 +204,12 @@ def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
         if len(set(every)) == len(every) and len({len(own) for own in places}) == 1:
             return [Slices(source.path, source.parameter, axis, tuple(places))]
     return []  # no axis of the parameter belongs to the units
+
+
+def _has_bias(model: nn.Module, path: str, rows: int) -> bool:
+    """Check that a layer has a bias with one entry for each row; `bias` may also be the argument of a class."""
+    bias = getattr(model.get_submodule(path), "bias", None)
+    return isinstance(bias, Tensor) and bias.shape == (rows,)
 
 
 def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:

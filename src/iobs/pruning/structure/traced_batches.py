@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import is_out_of_memory
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import keeping_buffers
@@ -22,7 +23,8 @@ _FIRST, _FURTHER = 2, 32  # samples of the first traced batch, and of further on
 def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     """Short batches: the first, and one of every batch that calls a layer which no batch before it calls.
 
-    A forward pass may branch by its data. A layer in another branch reads units too.
+    A forward pass may branch by its data. A layer in another branch reads units too. A model that takes no fewer
+    positions, such as one with an embedding for each column of a table, gets all of them.
 
     Args:
         model: in eval mode.
@@ -32,7 +34,6 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
         CalibrationError: the model returns no tensor.
     """
     paths = _callable(model)
-    called: set[str] = set()
 
     def passed(batch: Batch) -> set[str]:
         new: set[str] = set()
@@ -40,15 +41,26 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
             logits(batches.forward(model, batch))
         return new
 
-    found = [shortened(data[0])]
-    called |= passed(found[0])
+    def shorter(batch: Batch, samples: int = _FIRST) -> tuple[Batch, set[str]]:
+        """A shorter batch that the model takes, and the modules that it calls."""
+        short = shortened(batch, samples)
+        try:
+            return short, passed(short)
+        except batches.REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+        few = _fewer(batch, samples)
+        return few, passed(few)
+
+    first, called = shorter(data[0])
+    found = [first]
     for batch in data:
         for part in batches.pieces(batch):
             if called.issuperset(paths):
                 return found
             if new := passed(part) - called:
-                shorter = (shortened(part, samples) for samples in (_FIRST, _FURTHER))
-                found.append(next((one for one in shorter if new <= passed(one)), batches.inputs(part)))
+                tried = (shorter(part, samples) for samples in (_FIRST, _FURTHER))
+                found.append(next((one for one, calls in tried if new <= calls), batches.inputs(part)))
                 called |= new
     return found
 
@@ -69,10 +81,7 @@ def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
     Text beside images or sounds is left whole: its tokens stand for their parts. Of text that is padded on the left the
     last positions are taken.
     """
-    given = batches.inputs(batch)
-    if not batches.is_whole(given):
-        rows = torch.arange(min(samples, batches.size(given)))
-        given = batches.take(given, rows)
+    given = _fewer(batch, samples)
     found = batches.tensors(given)
     if len(found) > 1 and any(tensor.is_floating_point() for tensor in found):
         return given
@@ -87,3 +96,9 @@ def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
         }
     whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()
     return given[:, :TOKENS] if whole and isinstance(given, Tensor) else given
+
+
+def _fewer(batch: Batch, samples: int) -> Batch:
+    """The inputs of at most some samples."""
+    given = batches.inputs(batch)
+    return batches.take(given, torch.arange(min(samples, batches.size(given))))

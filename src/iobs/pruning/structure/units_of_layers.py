@@ -50,7 +50,7 @@ class SitesOfLayers:
 
     def of(self, layer: Layer) -> list[Site]:
         """The sites whose units a layer reads."""
-        return [site for site in self.sites if any(reader.path == layer.path for reader in site.readers)]
+        return [site for site in self.sites if layer in self.readers(site)]  # a module may have other matrices too
 
     def read_by(self, layers: Collection[Layer]) -> SitesOfLayers:
         """The sites whose readers are all among some layers."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from iobs.errors import LayerSelectionError, ModelError
+from iobs.errors import LayerSelectionError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import joined
@@ -80,17 +80,30 @@ class Blocks:
     def chosen(self, keep: int, damage: Effect) -> dict[str, list[int]]:
         """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are.
 
-        A block without which the class cannot be built stays, such as the dense first block of some mixtures.
+        A block without which the class cannot be built stays, such as the dense first block of some mixtures. So does
+        one without which the model fails, since it computes with more of the block's result than the hidden state.
 
         Raises:
-            ModelError: the class cannot be built without the chosen blocks.
+            ModelError: the class cannot be built without the chosen blocks, or the model fails without any block.
         """
         gone: list[int] = []
         while len(gone) < self.stack.count - keep:
-            trials = {}
+            trials: dict[int, float] = {}
+            reason = ""
             for block in (one for one in range(self.stack.count) if one not in gone):
-                with self.without({self.stack.path: [*gone, block]}):
-                    trials[block] = damage()
+                try:
+                    with self.without({self.stack.path: [*gone, block]}):
+                        trials[block] = damage()
+                except batches.REFUSALS as error:
+                    if is_out_of_memory(error):
+                        raise
+                    reason = reason or first_line(error)
+            if not trials:
+                raise ModelError(
+                    f"{type(self.model).__name__} fails if a block of {self.stack.path or 'the model'} only passes on "
+                    f"its hidden state ({reason}): it computes with other results of the blocks. Remove units inside "
+                    'of them instead: leave out units="blocks".'
+                )
             order = sorted(trials, key=lambda block: trials[block])
             gone.append(next((block for block in order if self._can_lose([*gone, block])), order[0]))
         if is_configured(self.model):

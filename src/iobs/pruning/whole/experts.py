@@ -20,6 +20,7 @@ from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import attended, unpadded
 from iobs.pruning.structure import config_fields, widths
 from iobs.pruning.structure.shapes import shapes_of
 from iobs.pruning.whole.part import (
@@ -256,10 +257,12 @@ def _counts_experts(name: str) -> bool:
 
 
 def _mixtures(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
-    """The slices by the smallest module around a router and its experts."""
+    """The slices by the smallest module around a router and its experts; the matrix of a router may lie deeper."""
+    around = {one.path.rpartition(".")[0] for one in slices}
     found: dict[str, list[Slice]] = {}
     for one in slices:
-        found.setdefault(one.path.rpartition(".")[0], []).append(one)
+        path = min((path for path in around if not path or one.path.startswith(f"{path}.")), key=len)
+        found.setdefault(path, []).append(one)
     return found
 
 
@@ -272,16 +275,19 @@ def _least(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _inputs(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> dict[str, Tensor]:
-    """Inputs of mixtures as samples of one token, (tokens, 1, width), in the order of their calls."""
+    """Inputs of mixtures as samples of one token, (tokens, 1, width), in the order of their calls, without padding."""
     found: dict[str, list[Tensor]] = {}
+    mask: Tensor | None = None
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         given = hidden_argument(args, kwargs)
         if given is not None:
-            found.setdefault(path, []).append(given.detach().reshape(-1, 1, given.shape[-1]).clone())
+            tokens = unpadded(given.detach(), mask)
+            found.setdefault(path, []).append(tokens.reshape(-1, 1, tokens.shape[-1]).clone())
 
     with keeping_buffers(model), before_calls(model, paths, note):
         for batch in data:
+            mask = attended(model, batch)
             batches.forward(model, batch)
             if all(sum(map(len, found.get(path, []))) >= _TOKENS for path in paths):
                 break

@@ -74,6 +74,7 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, callbacks: C
         CalibrationError: the model does not take a batch.
     """
     model = store.model
+    untrained = {name for name, value in model.named_parameters() if not value.requires_grad}
     with evaluating(model) as frozen, seeded(model, asked.seed):
         parts = parts_of(model, collected, asked)
         keep = kept_parts(parts, asked.pattern.sparsity)
@@ -107,7 +108,10 @@ def prune_whole(store: Store, collected: list[Batch], asked: Asked, callbacks: C
                 refitted=[one.name for one in report.layers],
             )
             callbacks.on_end(found)
-            return found
+    if parts.name == "experts":  # new parameters are in the place of frozen ones
+        for name in untrained:
+            model.get_parameter(name).requires_grad_(False)
+    return found
 
 
 class _Damage:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.network.calls import after_calls, factors
-from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, linear_maps
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, joined, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -134,12 +134,13 @@ class Products:
             assert isinstance(weight, Tensor)
             axis = 0 if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else 1  # of the rows; Conv1D of GPT-2 has 1
             within = getattr(module, "groups", 1) > 1 and not isinstance(module, TRANSPOSED)  # has inputs of its own
-            found.append(_product(path, weight, axis, used / samples, shares, within))
+            found.append(_product(path, joined(path, "weight"), weight, axis, used / samples, shares, within))
         for layer, used in _uncalled(model, batch, positions).items():
             weight, axis = layer.stored(model), _row_axis(layer)
             whole = weight.numel() == layer.weights and weight.ndim > 1 and weight.shape[axis] == layer.shape[0]
-            if layer.parameter == "weight" and whole:
-                found.append(_product(layer.path, weight, axis, used / samples, shares, False))
+            if whole:
+                key = joined(layer.path, layer.parameter)
+                found.append(_product(layer.name, key, weight, axis, used / samples, shares, False))
             else:
                 found.append(Product(layer.name, used / samples, *map(Side, layer.shape)))
         return cls(tuple(found))
@@ -161,6 +162,7 @@ def note_differing_shapes(data: Sequence[Batch], note: Callable[[str], None]) ->
 
 def _product(
     path: str,
+    key: str,
     weight: Tensor,
     axis: int,
     positions: float,
@@ -169,8 +171,8 @@ def _product(
 ) -> Product:
     """The product with a whole weight, whose rows lie along `axis`; `within` if its columns belong to no unit."""
     kernel = weight[0, 0].numel()
-    row = Side(weight.shape[axis], tuple(shares.get((path, axis), ())))
-    columns = () if within else _times(shares.get((path, 1 - axis), ()), kernel)
+    row = Side(weight.shape[axis], tuple(shares.get((key, axis), ())))
+    columns = () if within else _times(shares.get((key, 1 - axis), ()), kernel)
     return Product(path, positions, row, Side(weight.shape[1 - axis] * kernel, columns))
 
 
@@ -182,13 +184,11 @@ def _row_axis(layer: Layer) -> int:
 
 
 def _shares(sites: Sequence[Site]) -> dict[tuple[str, int], list[Share]]:
-    """The shares of sites in the weights of modules, by path and axis."""
+    """The shares of sites in parameters, by full name and axis."""
     found: dict[tuple[str, int], list[Share]] = {}
     for site in sites:
         for one in site.slices:
-            if one.parameter == "weight":
-                share = Share(site.name, len(one.index[0]), site.count)
-                found.setdefault((one.path, one.axis), []).append(share)
+            found.setdefault((one.key, one.axis), []).append(Share(site.name, len(one.index[0]), site.count))
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import lcm
 
 from iobs.core.structured import Structured
 from iobs.pruning.structure.units import Site
@@ -14,22 +15,21 @@ _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
 
 
-def possible_widths(site: Site, pattern: Structured) -> tuple[int, ...]:
-    """Widths that a site may get, ascending; the last is the dense width, the only one below `multiple_of`."""
-    unit = _unit(site, pattern)
-    step = unit * max(1, -(-site.count // (unit * _MOST_WIDTHS)))
-    return (*range(step, site.count, step), site.count)
+def possible_widths(pattern: Structured, *family: Site, offered: Collection[int] | None = None) -> tuple[int, ...]:
+    """Widths that sites of equal width may get, ascending; only the dense one, the last, may be below `multiple_of`.
 
-
-def _unit(site: Site, pattern: Structured) -> int:
-    """The number that the widths of a site are multiples of."""
-    return site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1
-
-
-def _aligned(site: Site, offered: set[int], pattern: Structured) -> tuple[int, ...]:
-    """The offered widths that are multiples as asked, and the dense width; ascending."""
-    unit = _unit(site, pattern)
-    return tuple(sorted(width for width in offered if width % unit == 0 or width == site.count))
+    Args:
+        pattern: what is asked.
+        family: the sites.
+        offered: widths that they can have, the dense one included; None: every width.
+    """
+    count = family[0].count
+    # Units may have several channels, as those of a convolution with groups have.
+    unit = lcm(*(site.step(pattern.multiple_of) if site.kind in _ALIGNED else 1 for site in family))
+    if offered is not None:
+        return tuple(sorted(width for width in offered if width % unit == 0 or width == count))
+    step = unit * max(1, -(-count // (unit * _MOST_WIDTHS)))
+    return (*range(step, count, step), count)
 
 
 def choices_of(
@@ -54,9 +54,8 @@ def choices_of(
         families.setdefault(number.get(site.name, site.name), []).append(site)
     found = []
     for family in families.values():
-        first = family[0]
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
-        widths = _aligned(first, set.intersection(*limited), pattern) if limited else possible_widths(first, pattern)
+        widths = possible_widths(pattern, *family, offered=set.intersection(*limited) if limited else None)
 
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:
