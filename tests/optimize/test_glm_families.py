@@ -241,6 +241,27 @@ def _check_derivatives(objective, rng):
     assert objective.restricted(support).value(theta[support]) == pytest.approx(objective.value(sparse), rel=1e-12)
 
 
+@pytest.mark.parametrize("family", [*_FAMILIES, "cox", "classes"])
+def test_samples_of_weight_zero_count_as_left_out_however_far_away(family, rng):
+    X, y, offset, weights = _data(family if family in _FAMILIES else "gamma", rng)
+    X[[7, 8]], weights[[7, 8]] = [[1e5], [-1e5]], 0.0  # exp of these margins is no number near the minimiser
+
+    def fitted(rows):
+        if family == "cox":
+            objective = Cox(X[rows], y[rows], np.ones(rows.sum()), sample_weight=weights[rows], offset=offset[rows])
+        elif family == "classes":
+            objective = Multinomial(X[rows], np.arange(_N)[rows] % 3, 3, sample_weight=weights[rows])
+        else:
+            make, extra = _FAMILIES[family]
+            options = {"sample_weight": weights[rows], "offset": offset[rows], "intercept": True, **extra}
+            objective = make(X[rows], y[rows], **options)
+        return refit(objective, np.arange(objective.dimension))
+
+    found, left = fitted(weights >= 0), fitted(weights > 0)
+    assert found.value == pytest.approx(left.value, rel=1e-9)
+    np.testing.assert_allclose(found.theta, left.theta, rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.parametrize(("family", "scale"), [(Gamma, 1e-12), (Gamma, 1e-20), (Poisson, 1e13), (Poisson, 1e20)])
 def test_targets_of_any_scale_are_fitted(family, scale, rng):
     X = rng.standard_normal((60, 2))

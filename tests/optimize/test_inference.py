@@ -132,6 +132,15 @@ def test_split_intervals_are_those_of_least_squares_on_the_other_part(rng):
         assert row.p_value == pytest.approx(2 * stats.t(other.size - 3).sf(abs(coefficient) / size), rel=1e-6)
 
 
+def test_samples_and_targets_that_do_not_pair_are_refused(rng):
+    X, y = _data(rng)
+    for bad in ({"y": y[:-9]}, {"y": y, "sample_weight": np.ones(len(y) + 1)}):  # the first rows would do
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            stability_selection(SparseRegressor(), X, **bad, max_k=2, pairs=1)
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            split_inference(SparseRegressor(2), X, **bad)
+
+
 def test_split_inference_refuses_what_it_cannot_estimate(rng):
     X, y = _data(rng)
     with pytest.raises(ProblemError, match="between 0 and 1"):

@@ -140,6 +140,7 @@ def test_estimator_predicts_names_and_chooses_k():
     assert model.predict(frame) == pytest.approx(with_products(X) @ model.coef_ + model.intercept_)
     assert model.score(frame, y) > 0.95
     assert "a:b" in str(model.summary())
+    assert f"{model.k_} of 15 terms" in model.summary().title
     assert model.get_feature_names_out().tolist() == [
         name for name in "abcde" if name in set("".join(names[model.support_]))
     ]

@@ -126,6 +126,15 @@ def test_budgeted_net_trim_solves_again_on_its_mask():
     assert float(solved.loss.sum()) < float(shrunk.loss.sum())
 
 
+@pytest.mark.parametrize("unit", [2.0**40, 2.0**-40])
+def test_penalty_has_the_units_of_the_problem(unit):
+    problem = random_problem()
+    scaled = iobs.Quadratic.at(problem.centre() * unit, problem.matrix * unit)
+    plain, found = (iobs.solve(one, iobs.Unstructured(0.5), NetTrim(refit=False)) for one in (problem, scaled))
+    assert found.stats["penalty"] == pytest.approx(plain.stats["penalty"] * unit**2, rel=1e-6)
+    assert torch.allclose(found.weight / unit, plain.weight, rtol=1e-6)
+
+
 def test_net_trim_raises_if_arguments_are_malformed():
     weight, inputs = layer(0)
     with pytest.raises(ProblemError, match="exactly one"):

@@ -213,6 +213,8 @@ def _finished(
         stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
     if "bound" in stats:  # of the loss, in the units of the weights and of the Hessian
         stats["bound"] = stats["bound"] * unit**2 * _power(_mean_curvature(quadratic))
+    if "penalty" in stats:  # of the l1 norm, which has the units of the weights
+        stats["penalty"] = stats["penalty"] * unit * _power(_mean_curvature(quadratic))
     solution = replace(solution, problem=quadratic, weight=weight.to(quadratic.dtype), stats=stats)
     if dead is None:
         return solution

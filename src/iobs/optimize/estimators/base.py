@@ -120,6 +120,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self.random_state = random_state
 
     _outputs = "class"  # name of what a feature has several coefficients for
+    _terms = "features"  # name of what k counts
 
     @abstractmethod
     def _objective(self, data: Observations) -> Objective:
@@ -246,7 +247,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             ]
             rows.append(Row("(intercept)", float(constants[number]), float("nan"), label))
         how = f"chosen by {self.k}" if isinstance(self.k, str) else "given"
-        title = f"{type(self).__name__}: {self.support_.size} of {self.n_features_in_} features (k = {self.k_}, {how})"
+        title = f"{type(self).__name__}: {self.support_.size} of {len(names)} {self._terms} (k = {self.k_}, {how})"
         return Summary(title, tuple(rows), outputs=self._outputs)
 
     def plot_path(self) -> Figure:

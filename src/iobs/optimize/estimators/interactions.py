@@ -64,6 +64,8 @@ class SparseInteractions(SparseRegressor):
         standard_errors_: as `coef_`, NaN outside the support; after selection, so too small.
     """
 
+    _terms = "terms"
+
     def __init__(
         self,
         k: int | Choice = "ebic",

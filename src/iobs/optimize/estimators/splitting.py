@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy import stats
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array
+from sklearn.utils import check_array, check_consistent_length
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator, counts_of
@@ -82,6 +82,7 @@ def split_inference(
         raise ProblemError("A coefficient at its bound has no interval; leave the bounds out of split_inference.")
     X = check_array(X, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32])
     y = np.asarray(y)
+    check_consistent_length(X, y, sample_weight)
     if is_classifier(estimator) and np.unique(y).size > 2:
         raise ProblemError("split_inference takes at most two classes.")
     weights = np.ones(len(y)) if sample_weight is None else np.asarray(sample_weight, dtype=np.float64)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from sklearn.base import clone, is_classifier
-from sklearn.utils import check_array
+from sklearn.utils import check_array, check_consistent_length
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
@@ -81,6 +81,7 @@ def stability_selection(
     require_features(estimator, "stability_selection")
     X = check_array(X, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32])
     y = np.asarray(y)
+    check_consistent_length(X, y, sample_weight)
     labels, forced = _features(estimator, X.shape[1])
     free = np.setdiff1d(labels, labels[forced]).size
     if max_k > free:

@@ -40,6 +40,14 @@ def weights_of(sample_weight: VectorLike, n: int, name: str = "sample weights") 
     return weights
 
 
+def weighted_rows(weights: Array) -> Indices | None:
+    """The samples of positive weight; None if that is all of them.
+
+    A sample of weight zero is left out of f where its own loss may overflow: zero times infinity is no number.
+    """
+    return None if (weights > 0).all() else np.flatnonzero(weights).astype(np.int64)
+
+
 def ridge_vector(ridge: float | VectorLike, dimension: int) -> Array:
     """The ridge of every coordinate (dimension,), from one number or from one per coordinate.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector
+from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector, weighted_rows
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import BLOCK_ELEMENTS, Array, Indices, MatrixLike, VectorLike
 
@@ -125,11 +125,15 @@ class Cox:
             raise ProblemError("Cox needs events of 0 (censored) and 1, and at least one 1 of positive weight.")
         if ties not in ("efron", "breslow"):
             raise ProblemError(f'ties must be "efron" or "breslow", got {ties!r}.')
+        self.offset = np.zeros(when.size) if offset is None else designs.as_vector(offset, "offset", when.size)
+        rows = weighted_rows(weights)
+        if rows is not None:
+            design, when, happened = design.samples(rows), when[rows], happened[rows]
+            weights, self.offset = weights[rows], self.offset[rows]
         ones = np.ones(when.size)
         self.design = centring.centre(design, ones, centring.column_means(design, weights, weights.sum()))
         self.weights = weights
-        self.risk = RiskSets(when, (happened == 1) & (weights > 0), ties == "efron")
-        self.offset = np.zeros(when.size) if offset is None else designs.as_vector(offset, "offset", when.size)
+        self.risk = RiskSets(when, happened == 1, ties == "efron")
         self.ridge = ridge_vector(ridge, design.shape[1])
         self.forced = forced_columns(forced, design.shape[1])
         self.dimension = design.shape[1]

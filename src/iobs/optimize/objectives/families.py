@@ -19,7 +19,7 @@ from scipy.special import expit, gammaln, psi, xlogy
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.arguments import prepare
+from iobs.optimize.objectives.arguments import prepare, weighted_rows
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
 from iobs.optimize.objectives.linear import LinearModel
 
@@ -49,9 +49,13 @@ class Family(LinearModel):
         offset: VectorLike | None = None,
     ) -> None:
         design, target, weights = prepare(X, y, sample_weight)
+        target, rows = self._accepted(target), weighted_rows(weights)
         if offset is not None:
             self.offset = designs.as_vector(offset, "offset", target.size)
-        self._set_up(design, self._accepted(target), weights, ridge, intercept, forced)
+        if rows is not None:
+            design, target, weights = design.samples(rows), target[rows], weights[rows]
+            self.offset = None if self.offset is None else self.offset[rows]
+        self._set_up(design, target, weights, ridge, intercept, forced)
 
     @abstractmethod
     def _accepted(self, target: Array) -> Array:

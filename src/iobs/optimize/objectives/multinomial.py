@@ -7,7 +7,7 @@ from scipy.special import logsumexp, softmax
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import centring
-from iobs.optimize.objectives.arguments import prepare
+from iobs.optimize.objectives.arguments import prepare, weighted_rows
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike
 from iobs.optimize.objectives.tabled import Tabled
 
@@ -41,13 +41,17 @@ class Multinomial(Tabled):
         ridge: float | Array = 1e-3,
         sample_weight: VectorLike | None = None,
     ) -> None:
-        design, labels, self.weights = prepare(X, y, sample_weight)
+        design, labels, weights = prepare(X, y, sample_weight)
         if labels.min() < 0 or labels.max() >= classes or (labels != np.round(labels)).any():
             raise ProblemError(f"Multinomial needs class numbers 0 ... {classes - 1}.")
         penalty = np.broadcast_to(np.asarray(ridge, dtype=np.float64), design.shape[1:])
         if not (penalty > 0).all():
             raise ProblemError("Multinomial needs a positive ridge: without it rows of Theta can be shifted freely.")
-        self.design, self.mean = centring.with_intercept(design, self.weights)
+        rows = weighted_rows(weights)
+        if rows is not None:
+            design, labels, weights = design.samples(rows), labels[rows], weights[rows]
+        self.weights = weights
+        self.design, self.mean = centring.with_intercept(design, weights)
         self.outputs = classes
         self.labels = labels.astype(np.int64)
         self.dimension = self.design.shape[1] * classes
