@@ -339,8 +339,9 @@ def test_impossible_requests_are_refused():
         iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="blocks"))
     with pytest.raises(ProblemError, match="leave out include"):
         iobs.prune(llama(), text(), iobs.Structured(0.3, units="blocks"), include="*")
-    with pytest.raises(PatternError, match="leave out of"):
-        iobs.Structured(0.3, of="latency", units="blocks")
+    for changes in ({"of": "latency"}, {"of": "parameters"}, {"multiple_of": 8}, {"uniform": True}):
+        with pytest.raises(PatternError, match="leave out `of`"):
+            iobs.Structured(0.3, units="blocks", **changes)
     with pytest.raises(PatternError, match="units must be"):
         iobs.Structured(0.3, units="layers")
 
@@ -350,7 +351,7 @@ def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch)
     layer = model.model.layers[1]
     monkeypatch.setattr(layer, "forward", lambda hidden, **kwargs: hidden)
     monkeypatch.setattr(Experts, "chosen", lambda *_: pytest.fail("work was done"))
-    with pytest.raises(LayerSelectionError, match=r"No calibration sample reaches the mixture model\.layers\.1\.mlp"):
+    with pytest.raises(LayerSelectionError, match=r"No calibration sample calls the mixture model\.layers\.1\.mlp"):
         iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
 
 

@@ -72,9 +72,9 @@ class Structured:
         require_known_runtime(self.runtime)
         if self.units not in get_args(Units):
             raise PatternError(f'units must be "auto", "stream", "blocks" or "experts", got {self.units!r}.')
-        if self.whole and (self.of == "latency" or self.multiple_of > 1 or self.uniform is not None):
+        if self.whole and (self.of != "macs" or self.multiple_of > 1 or self.uniform is not None):
             raise PatternError(
-                f'units="{self.units}" removes a share of their number: leave out of="latency", multiple_of, uniform.'
+                f'units="{self.units}" removes a share of their number: leave out `of`, multiple_of and uniform.'
             )
 
     @property

@@ -100,8 +100,9 @@ class Experts:
                 inputs = _inputs(model, data, list(mixtures))
                 if unfed := [path for path in mixtures if path not in inputs or not inputs[path].numel()]:
                     raise LayerSelectionError(
-                        f"No calibration sample reaches the mixture {unfed[0]}, so its experts cannot be judged, and "
-                        "the configuration has one number for all mixtures; give data that reach it."
+                        f"No calibration sample calls the mixture {unfed[0]}, so its experts cannot be judged, and "
+                        "the configuration has one number for all mixtures. Give data that reach it; if the model "
+                        "uses parts of this module without a call of its own, its experts stay."
                     )
                 stacks = tuple(Stack(path, count) for path in inputs)
                 return cls(model, stacks, _least(model), mixtures, fields, inputs)
