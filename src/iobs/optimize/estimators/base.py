@@ -168,7 +168,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             ]
         best = int(np.argmin(scores))
         if self.k == "cv-1se":
-            best = next(i for i, score in enumerate(scores) if score <= scores[best] + errors[best])
+            best = next((i for i, score in enumerate(scores) if score <= scores[best] + errors[best]), best)
         if self.thorough and not fixed and not isinstance(groups, CoordinateGroups):
             fits[best] = min(
                 fits[best],

@@ -117,6 +117,7 @@ class LinearModel(ABC):
     def minibatch(self, rows: Indices) -> LinearModel:
         """The objective of the samples in `rows`, with repetitions and a share of the ridge.
 
+        Samples of weight zero are left out of families, and not counted by `rows`.
         For uniformly drawn rows, n / len(rows) times this objective is an unbiased estimate of f.
         """
         part = copy(self)
