@@ -39,6 +39,7 @@ ROWS = "".join(f"{a},{b},{a + b}\n" for a, b in ((1, 2), (3, 1), (5, 4), (2, 2))
 READ = {
     "a byte order mark": ("﻿a,b,y\n" + ROWS, ["a", "b"], [1, 2]),
     "semicolons": ("a;b;y\n1;2;3\n3;1;4\n5;4;9\n", ["a", "b"], [1, 2]),
+    "semicolons and a comma in quotes": ('"a, EUR";b;y\n1;2;3\n3;1;4\n5;4;9\n', ["a, EUR", "b"], [1, 2]),
     "semicolons and decimal commas": ("a;b;y\n1,5;2;3\n3,25;1;4\n5;4;9\n", ["a", "b"], [1.5, 2]),
     "tabs in a .csv": ("a\tb\ty\n1\t2\t3\n3\t1\t4\n", ["a", "b"], [1, 2]),
     "quoted commas in a name": ('"a, in m",b,y\n' + ROWS, ["a, in m", "b"], [1, 2]),

@@ -218,12 +218,13 @@ def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
 
 
 def _separator(file: Path) -> str:
-    """Tab for .tsv; else the comma, unless the first line of a .csv has none but semicolons or tabs."""
+    """Tab for .tsv; else the comma, unless the first line of a .csv has none outside quotes but semicolons or tabs."""
     if file.suffix.lower() != ".csv":
         return "\t" if file.suffix.lower() == ".tsv" else ","
     with file.open("rb") as handle:
         first = next((line for line in handle if line.strip()), b"")
-    counts = {separator: first.count(separator.encode()) for separator in (",", ";", "\t")}
+    plain = re.sub(rb'"[^"]*"', b"", first)
+    counts = {separator: plain.count(separator.encode()) for separator in (",", ";", "\t")}
     return "," if counts[","] else max(counts, key=lambda separator: counts[separator])
 
 
