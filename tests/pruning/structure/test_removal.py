@@ -23,7 +23,7 @@ def network():
         nn.SiLU(),
         nn.Conv2d(8, 6, 1, bias=False),
         nn.BatchNorm2d(6),
-        nn.ReLU(),
+        nn.PReLU(6),
         nn.Flatten(),
         nn.Linear(6 * 16, 5, bias=False),
     ).eval()
@@ -38,6 +38,7 @@ def test_modules_follow_their_parameters():
     assert (model[3].in_channels, model[3].out_channels, model[3].groups) == (6, 6, 3)
     assert (model[4].num_groups, model[4].num_channels) == (3, 6)
     assert (model[6].in_channels, model[6].out_channels, model[10].in_features) == (6, 2, 32)
+    assert (model[7].num_features, model[8].num_parameters) == (2, 2)
     assert model(PICTURES).shape == (2, 5)
 
 

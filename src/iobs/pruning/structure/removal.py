@@ -134,6 +134,8 @@ def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, 
         module.num_groups, module.num_channels = module.num_groups * new[0] // old[0], new[0]
     elif isinstance(module, nn.LayerNorm):
         module.normalized_shape = new
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = new[0]
     if name != "weight":
         return
     if isinstance(module, nn.Linear):
