@@ -57,6 +57,18 @@ def test_units_that_code_counts_are_kept_with_a_reason():
     assert notes[0].startswith("last: all units are kept, since the narrower Constant fails (unflatten")
 
 
+class Divided(Body):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        return self.last(hidden) * (30 // (hidden.shape[1] // 10))
+
+
+def test_units_that_code_divides_by_are_kept_with_a_reason():
+    units, notes = plan(Divided())
+    assert [name for name, _, _ in units] == ["second"]
+    assert "the narrower Divided fails (integer division or modulo by zero)" in notes[0]
+
+
 def test_networks_whose_norms_mix_all_units_are_told_what_is_left():
     model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 3))
     with pytest.raises(LayerSelectionError, match=r"where no norm, softmax or shuffle mixes them.*Unstructured"):

@@ -24,7 +24,7 @@ AT_ONCE = 2048  # most positions of text in a forward pass of a large model whos
 _CAUSAL = re.compile(r"(ForCausalLM|(?<!With)LMHeadModel)\.forward$")
 
 # Exceptions that models raise for inputs of the wrong kind.
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError)
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, ArithmeticError)
 
 
 def collect(
