@@ -226,11 +226,22 @@ class StoredConv(StoredLinear):
         self.stride = stride
 
     def forward(self, given: Tensor) -> Tensor:
-        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample."""
+        """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample.
+
+        It is contiguous, or has its channels last if the input has, as torch's own: code may take a `view` of it.
+        """
+        last = _channels_last(given)
         for dimension, stride in enumerate(reversed(self.stride), start=1):
             given = given.movedim(-dimension, 0)[::stride].movedim(0, -dimension)
         channels = -1 - len(self.stride)  # counted from the end: one sample has no dimension before it
-        return super().forward(given.movedim(channels, -1)).movedim(-1, channels)
+        found = super().forward(given.movedim(channels, -1)).movedim(-1, channels)
+        return found if last else found.contiguous()
+
+
+def _channels_last(given: Tensor) -> bool:
+    """Check that images, or volumes, lie in memory with their channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return given.ndim in formats and given.is_contiguous(memory_format=formats[given.ndim])
 
 
 @torch.no_grad()
