@@ -14,6 +14,7 @@ from iobs.errors import ModelError, NonFiniteError, OutputError
 from iobs.exports import TARGETS, to_compressed_tensors
 from iobs.exports.graph import inputs_of
 from iobs.exports.source import source_of
+from iobs.exports.to_onnx import single
 from iobs.exports.values import exact_codes, nearest_codes
 
 
@@ -138,6 +139,14 @@ def test_configuration_that_tells_no_inputs_is_told_to_give_an_example():
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
     with pytest.raises(ModelError, match="inputs of this model are unknown"):
         inputs_of(source_of(transformers.ResNetModel(config), None, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_example_follows_the_model_into_the_dtype_of_the_trace(dtype):
+    model, example = torch.nn.Linear(4, 4).to(dtype), torch.randn(3, 4, dtype=dtype)
+    found = inputs_of(source_of(model, None, {"input": example, "mask": torch.ones(3, dtype=torch.bool)})).tensors
+    assert single(model)(found["input"]).shape == (3, 4)
+    assert found["mask"].dtype == torch.bool
 
 
 def test_projections_in_one_parameter_become_no_codes(tmp_path, monkeypatch):

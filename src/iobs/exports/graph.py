@@ -55,7 +55,7 @@ def inputs_of(source: Source) -> Inputs:
         ModelError: neither is there.
     """
     if source.example is not None:
-        tensors = {name: _two(one) for name, one in _named(source.example).items()}
+        tensors = {name: _two(_single(one)) for name, one in _named(source.example).items()}
         free = {name: {0: "batch"} if one.ndim else {} for name, one in tensors.items()}
         return Inputs(tensors, free, isinstance(source.example, Mapping))
     shape = (getattr(source.module, "pretrained_cfg", None) or {}).get("input_size")  # of timm
@@ -78,6 +78,11 @@ def inputs_of(source: Source) -> Inputs:
     return Inputs(
         {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"input_ids": words, "attention_mask": words}
     )
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """A tensor of an example as the model is traced: on the CPU, floating point numbers in 32 bits."""
+    return tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _two(tensor: Tensor) -> Tensor:
