@@ -134,6 +134,12 @@ def test_ranks_that_cannot_be_reached_raise_one_error(tmp_path):
     assert "Traceback" not in run.stderr
 
 
+def test_ranks_share_the_samples_of_a_batch_that_has_fewer_of_them():
+    batch = {"inputs": torch.arange(2.0)[:, None], "labels": torch.arange(2)}
+    shares = [Ranks(rank, 4).rows(batch)["labels"].tolist() for rank in range(4)]
+    assert shares == [[0], [1], [], []]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_first_rank_shows_progress(rank, monkeypatch, capsys):
     class Watching(iobs.Callback):

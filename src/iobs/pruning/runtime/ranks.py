@@ -56,10 +56,10 @@ class Ranks:
         return Samples(part.batches[self.rank :: self.size], part.numbers[self.rank :: self.size])
 
     def rows(self, batch: Batch) -> Batch:
-        """This rank's samples of a batch: every `size`-th."""
+        """This rank's samples of a batch: every `size`-th; none of a batch with too few samples."""
         if self.size == 1:
             return batch
-        return take(batch, torch.arange(self.rank, size(batch), self.size))
+        return take(batch, torch.arange(size(batch))[self.rank :: self.size])
 
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place.
