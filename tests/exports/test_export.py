@@ -164,3 +164,17 @@ def test_projections_in_one_parameter_become_no_codes(tmp_path, monkeypatch):
     assert "attention.in_proj_weight" in source.matrices()
     with pytest.raises(ModelError, match="on a grid"):
         to_compressed_tensors.write_compressed_tensors(source, tmp_path)
+
+
+def test_widths_that_the_configuration_does_not_have_are_refused(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32))
+    monkeypatch.setattr(to_compressed_tensors, "needed", lambda *_: None)
+    with pytest.raises(ModelError, match="on a grid"):
+        to_compressed_tensors.write_compressed_tensors(source_of(model, None, None), tmp_path)
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(16, 20, bias=False) for _ in range(2))
+    mlp.down_proj = torch.nn.Linear(20, 16, bias=False)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.gate_proj\.weight is \(20, 16\).*uniform=True"):
+        to_compressed_tensors.write_compressed_tensors(source_of(model, None, None), tmp_path)

@@ -8,10 +8,12 @@ Format: https://github.com/vllm-project/compressed-tensors.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from iobs.core.grids import over_columns
@@ -29,7 +31,8 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
     """Write model.safetensors, a config.json that describes the codes, and the tokenizer.
 
     Raises:
-        ModelError: the package is not installed, the model is none of transformers, or no matrix becomes codes.
+        ModelError: the package is not installed, the model is none of transformers or has other widths than its
+            configuration, or no matrix becomes codes.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -37,6 +40,7 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
     module = source.module
     if not is_pretrained(module):
         raise ModelError("An export to compressed-tensors needs a model of transformers; try onnx.")
+    _require_widths(module)
     state = dict(module.state_dict())
     written: list[Written] = []
     groups: dict[str, list[str]] = {}
@@ -62,6 +66,23 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
     _write_configuration(source, directory, groups)
     source.copy_files(directory)
     return written
+
+
+def _require_widths(module: nn.Module) -> None:
+    """Check that the configuration has the widths of the model: transformers builds it from there, and loads it then.
+
+    Raises:
+        ModelError: it has others.
+    """
+    with torch.device("meta"):
+        built = type(module)(copy.deepcopy(module.config))
+    shapes = {name: tuple(one.shape) for name, one in built.named_parameters()}
+    for name, one in module.named_parameters():
+        if shapes.get(name, one.shape) != one.shape:
+            raise ModelError(
+                f"{name} is {tuple(one.shape)}, and the configuration builds it as {shapes[name]}: transformers could "
+                "not load the files. Export to onnx, or remove units with equal widths (uniform=True)."
+            )
 
 
 def _scheme(codes: Codes, columns: int) -> dict[str, int | str | bool | None]:
