@@ -22,12 +22,15 @@ def library(monkeypatch):
         asked.update(model=model, tasks=tasks, shots=num_fewshot, limit=limit)
         if tasks == ["offline"]:
             raise ConnectionError("no network")
+        if tasks == ["gsm8k"]:
+            filters = {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+            return {"results": {"gsm8k": {**filters, "exact_match_stderr,strict-match": 0.01}}}
         return {"results": {"mmlu": {"alias": "mmlu", "sample_len": 2, "acc,none": 0.25, "acc_stderr,none": 0.01}}}
 
     made = {name: types.ModuleType(name) for name in ("", ".models", ".models.huggingface", ".tasks")}
     made[""].simple_evaluate = run
     made[".models.huggingface"].HFLM = lambda pretrained, tokenizer: pretrained
-    made[".tasks"].TaskManager = lambda: SimpleNamespace(all_tasks=["mmlu", "offline"])
+    made[".tasks"].TaskManager = lambda: SimpleNamespace(all_tasks=["mmlu", "gsm8k", "offline"])
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
     tasks._manager.cache_clear()
@@ -50,6 +53,11 @@ def test_evaluate_tasks_flattens_scores_and_names_failures(embedded, library, tm
         evaluate.check_tasks(["mmlu", "unknown"])
     (tmp_path / "mine.yaml").touch()
     evaluate.check_tasks([str(tmp_path / "mine.yaml")])
+
+
+def test_every_filter_of_the_answers_has_its_score(embedded, library):
+    found = evaluate.evaluate_tasks(embedded, ["gsm8k"])
+    assert found == {"gsm8k/exact_match, strict-match": 0.25, "gsm8k/exact_match, flexible-extract": 0.5}
 
 
 @pytest.mark.parametrize(

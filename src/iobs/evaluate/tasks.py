@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ def evaluate_tasks(
 ) -> dict[str, float]:
     """Metrics of lm-eval tasks, by the name `task/metric`.
 
+    The name of a metric that a task computes with several filters of the answers, as gsm8k does, ends with the filter.
+
     Args:
         model: the language model.
         tasks: names of lm-eval tasks.
@@ -60,11 +63,21 @@ def evaluate_tasks(
     except Exception as error:  # data that cannot be fetched and missing packages raise many types
         raise DataError(f"lm-eval cannot run {', '.join(tasks)}: {type(error).__name__}: {error}") from error
     return {
-        f"{task}/{metric.split(',')[0]}": float(value)
+        f"{task}/{name}": value
         for task, metrics in results["results"].items()
-        for metric, value in metrics.items()
-        if "," in metric and isinstance(value, int | float) and "stderr" not in metric
+        for name, value in _by_metric(metrics).items()
     }
+
+
+def _by_metric(values: Mapping[str, object]) -> dict[str, float]:
+    """The metrics of a task by their names; lm-eval names each "metric,filter"."""
+    found = [
+        (name.partition(","), float(value))
+        for name, value in values.items()
+        if "," in name and isinstance(value, int | float) and "stderr" not in name
+    ]
+    filters = Counter(metric for (metric, _, _), _ in found)
+    return {metric if filters[metric] == 1 else f"{metric}, {kept}": value for (metric, _, kept), value in found}
 
 
 @cache  # it reads several thousand files
