@@ -43,6 +43,8 @@ def test_best_of_knows_the_direction_of_metrics():
     assert tables.best_of(SCORES, "perplexity") == "I-OBS"
     flipped = {name: {"accuracy": values["perplexity"]} for name, values in SCORES.items()}
     assert tables.best_of(flipped, "accuracy") == "magnitude"
+    lm_eval = {name: {"wikitext/bits_per_byte": values["perplexity"]} for name, values in SCORES.items()}
+    assert tables.best_of(lm_eval, "wikitext/bits_per_byte") == "I-OBS"
     assert tables.best_of({"dense": {"accuracy": 1.0}, "pruned": {"accuracy": 1.0}}, "accuracy") is None
     assert tables.best_of(SCORES, "seconds") is None
 

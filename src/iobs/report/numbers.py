@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias, cast
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+_LESS_IS_BETTER = ("perplexity", "loss", "kl", "error", "seconds", "bits", "brier")  # parts of names of metrics
 _INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no such numbers
 
 
@@ -52,7 +53,7 @@ def size(count: float) -> str:
 
 def higher_is_better(metric: str) -> bool:
     """Check that larger values of a metric are better."""
-    return not any(word in metric for word in ("perplexity", "loss", "kl", "error", "seconds"))
+    return not any(word in metric for word in _LESS_IS_BETTER)
 
 
 def to_json(value: object) -> str:
