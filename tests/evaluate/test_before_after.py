@@ -78,6 +78,21 @@ def test_slow_models_continue_for_fewer_tokens(monkeypatch):
     assert calls == [24, 25, 26, 27, 28] * 2  # ten seconds for two texts
 
 
+def test_pictures_with_a_text_that_cannot_be_decoded_are_shown():
+    class Answering(torch.nn.Linear):
+        def forward(self, input_ids, pixel_values):
+            return super().forward(pixel_values.flatten(1))
+
+    data = [{"input_ids": torch.arange(8).view(2, 4), "pixel_values": torch.rand(2, 3, 4, 4)}]
+    model, report = Answering(48, 3), SimpleNamespace(samples=[])
+    shown = BeforeAfter(data)
+    shown.on_start(model, [], 1)
+    shown.on_end(report)
+    expected = model(**data[0]).argmax(1).tolist()
+    assert [one.pruned for one in report.samples] == [str(one) for one in expected]
+    assert all(one.is_image for one in report.samples)
+
+
 def test_other_data_and_streamed_models_give_no_samples(tmp_path):
     model, data = menagerie.build("perceptron")
     assert not iobs.prune(model, data, 0.5, "one-shot", callbacks=[BeforeAfter(data)], **OPTIONS).samples

@@ -56,7 +56,8 @@ class BeforeAfter(Callback):
 
     @property
     def _tokens(self) -> Tensor | None:
-        given = None if self._batch is None else data_batches.inputs(self._batch)
+        """The token ids, if they can be shown."""
+        given = None if self._batch is None or self._tokenizer is None else data_batches.inputs(self._batch)
         tokens = given.get("input_ids") if isinstance(given, Mapping) else None
         return tokens if isinstance(tokens, Tensor) and tokens.ndim == 2 else None
 
@@ -73,7 +74,7 @@ class BeforeAfter(Callback):
         if self._model is None or self._batch is None:
             return []
         try:
-            if self._tokens is not None and self._tokenizer is not None:
+            if self._tokens is not None:
                 return [self._decoded(self._continued(self._model, prompt)) for prompt in self._prompts()]
             if self._images is not None:
                 rows = torch.arange(min(_IMAGES, len(self._images)))
