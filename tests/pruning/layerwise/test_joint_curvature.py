@@ -11,6 +11,7 @@ from torch import nn
 import iobs
 from iobs import Unstructured
 from iobs.errors import ProblemError
+from iobs.pruning.allocation.output_fisher import output_fisher
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.importance import SHARE, row_importance
 from iobs.pruning.layerwise.problem import Task, solve_layer, solve_together
@@ -133,3 +134,10 @@ def test_the_joint_curvature_needs_the_whole_model():
         require_streamable(iobs.Recipe.preset("one-shot").but(curvature="joint"))
     with pytest.raises(ProblemError, match="curvature"):
         iobs.Recipe(curvature="fisher")
+
+
+def test_batches_that_reach_no_module_of_the_layers_give_no_weights():
+    model = nn.LSTM(6, 8).eval()  # its matrices are not the weights of called modules
+    layers, data = tuple(find_layers(model)), Samples.of([torch.randn(5, 12, 6)])
+    assert not row_importance(model, layers, data, 0)
+    assert not output_fisher(model, layers, data, 0)

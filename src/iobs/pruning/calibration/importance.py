@@ -74,6 +74,8 @@ def _gradients(
     outputs: list[tuple[str, Tensor]] = []
     with _recorded(model, paths, outputs), torch.enable_grad():
         scores = logits(batches.forward(model, batch)).float()
+        if not outputs:  # this batch reaches none of the modules
+            return []
         axis = class_axis(scores, batch)
         if axis is None:  # regression with normal errors of unit variance
             errors = torch.randn(scores.shape, generator=generator).to(scores.device)
