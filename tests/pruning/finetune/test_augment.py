@@ -116,3 +116,8 @@ def test_copies_hold_originals_and_equally_many_mixed_samples(mixes, gentle, exp
     assert [labels.tolist() for _, labels in found.batches] == [[0, 0, 1, 0, 1, 2, 3, 4]] * expected
     again = copies(Pairs(change) if mixes else change, part, seed=0)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(found.batches, again.batches, strict=True))
+
+
+def test_suited_leaves_images_in_a_list_alone():
+    batch = {"pixel_values": [torch.randn(5, 12), torch.randn(7, 12)]}  # patches of two images of different sizes
+    assert suited(nn.Identity(), Samples([batch], [0]), 0, mix=True) is None

@@ -190,10 +190,15 @@ def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, 
 
 
 def _values(batch: Batch) -> Tensor:
-    """The input tensor of a batch: its pixel values, or its only input."""
-    value = batch["pixel_values"] if isinstance(batch, Mapping) else batches.inputs(batch)
+    """The input tensor of a batch that can be augmented."""
+    value = _input(batch)
     assert isinstance(value, Tensor)
     return value
+
+
+def _input(batch: Batch) -> object:
+    """The input of a batch: its pixel values, or its only input; None for other mappings."""
+    return batch.get("pixel_values") if isinstance(batch, Mapping) else batches.inputs(batch)
 
 
 def _with_values(batch: Batch, values: Tensor) -> Batch:
@@ -205,13 +210,13 @@ def _with_values(batch: Batch, values: Tensor) -> Batch:
 
 def _can_mix(batch: Batch) -> bool:
     """Check that the input of a batch is one tensor of real numbers."""
-    alone = "pixel_values" in batch if isinstance(batch, Mapping) else isinstance(batches.inputs(batch), Tensor)
-    return alone and _values(batch).is_floating_point()
+    value = _input(batch)
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_image(batch: Batch) -> bool:
     """Check for images: (samples, height, width), or (samples, 1 to 4 channels, height, width), of 8 pixels or more."""
-    value = batch.get("pixel_values") if isinstance(batch, Mapping) else batches.inputs(batch)
+    value = _input(batch)
     if not isinstance(value, Tensor) or not value.is_floating_point() or min(value.shape[-2:], default=0) < 8:
         return False
     return value.ndim == 3 or (value.ndim == 4 and value.shape[1] <= 4)
