@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import iobs
+from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.recurrent import matrix_inputs
 from iobs.pruning.network.layers import find_layers
 
@@ -176,3 +177,16 @@ def test_projections_of_an_lstm_are_pruned(recipe):
 class First(nn.Module):
     def forward(self, pair):
         return pair[0]
+
+
+def test_directions_that_share_a_matrix_both_give_inputs():
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 4, bidirectional=True)
+    model.weight_hh_l0_reverse = model.weight_hh_l0
+    layers = [layer for layer in find_layers(model) if layer.parameter == "weight_hh_l0"]
+    value, found = torch.randn(6, 2, 4), []
+    with captured_inputs(model, layers[:1], lambda layer, module, given: found.append(given)):
+        model(value)
+    expected = matrix_inputs(model, (value,), {})
+    for given, name in zip(found, ("weight_hh_l0", "weight_hh_l0_reverse"), strict=True):
+        torch.testing.assert_close(given, expected[name])

@@ -1,5 +1,6 @@
 """Shared weights, in-place operations, kept activations and replaced forward methods."""
 
+import pytest
 import torch
 from menagerie import SkipsABlock, Tied, for_each_group
 from torch import nn
@@ -107,3 +108,42 @@ def test_shared_weight_is_counted_once_if_all_are_included():
     report = iobs.prune(network, data, iobs.Unstructured(0.7), "one-shot", include="*", allocation="error")
     assert [row.name for row in report.audit] == ["0", "4"]
     assert report.zeros == round(0.7 * 96)
+
+
+class SharesInside(nn.Module):
+    """Two modules of a kind that holds several matrices in one parameter; they share such a parameter."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        if kind == "attention":
+            self.a, self.b = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+            self.b.in_proj_weight = self.a.in_proj_weight
+        else:
+            self.a, self.b = (nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+            self.b.weight_hh_l0 = self.a.weight_hh_l0
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, value):
+        for one in (self.a, self.b):
+            found, _ = one(value, value, value) if isinstance(one, nn.MultiheadAttention) else one(value)
+            value = value + found
+        return self.head(value.mean(1))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("attention", "in_proj_weight.q"), ("recurrence", "weight_hh_l0.i")])
+def test_shared_parameters_of_several_matrices_are_pruned_once_on_the_inputs_of_both_modules(kind, name):
+    model = SharesInside(kind).eval()
+    report = iobs.prune(model, [torch.randn(30, 5, 8)], 0.5, iobs.Recipe(solver="magnitude"), holdout=0)
+    records = {one.name: one for one in report.layers}
+    assert records[f"a.{name}"].inputs == 2 * 16 * 5
+    assert f"b.{name}" not in records
+    assert "shares a." in report.skipped[f"b.{name}"]
+    assert report.coverage.parameters == sum(one.numel() for one in model.parameters())
+    assert len({row.name for row in iobs.audit(model, 0.5)}) == len(records) + len(report.skipped)
+
+
+def test_parts_of_a_shared_parameter_are_chosen_by_name():
+    names = ["a.in_proj_weight.q", "b.in_proj_weight.k", "b.in_proj_weight.q"]
+    selection = select(SharesInside("attention"), names)
+    assert [layer.name for layer in selection.layers] == names[:2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -51,10 +50,9 @@ def captured_inputs(
                     before = _before_call(layer, note, direct)
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(_after_call(layer, direct)).remove)
-        for path, inner in groupby(layers, lambda layer: layer.path):
-            if isinstance(module := model.get_submodule(path), RECURRENT):
-                before = _before_recurrence([*inner], note)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        for recurrence, held in _recurrences(model, layers):
+            noted = _before_recurrence(held, note)
+            stack.callback(recurrence.register_forward_pre_hook(noted, with_kwargs=True).remove)
         stack.enter_context(direct)
         yield
 
@@ -80,11 +78,27 @@ def _before_call(layer: Layer, note: Note, direct: _DirectUses) -> Callable[...,
     return before
 
 
-def _before_recurrence(layers: Sequence[Layer], note: Note) -> Callable[..., None]:
+def _recurrences(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[nn.Module, list[tuple[Layer, str]]]]:
+    """The recurrent modules with matrices of the layers: each layer with the name of its parameter there.
+
+    Modules, and the directions of one module, may share a parameter.
+    """
+    own: dict[int, list[Layer]] = {}
+    for layer in layers:
+        if isinstance(model.get_submodule(layer.path), RECURRENT):
+            own.setdefault(id(layer.stored(model)), []).append(layer)
+    for module in model.modules() if own else ():
+        if isinstance(module, RECURRENT):
+            held = [(layer, name) for name, value in module._parameters.items() for layer in own.get(id(value), ())]
+            if held:
+                yield module, held
+
+
+def _before_recurrence(held: Sequence[tuple[Layer, str]], note: Note) -> Callable[..., None]:
     def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         found = matrix_inputs(module, args, kwargs)
-        for layer in layers:
-            note(layer, module, found[layer.parameter])
+        for layer, name in held:
+            note(layer, module, found[name])
 
     return before
 

@@ -34,7 +34,7 @@ class Census:
         layers = find_layers(model)
         for layer in layers:
             entries[layer.name] = layer.weights
-            slots[layer.name] = layer.key, layer.expert, layer.part, layer.view
+            slots[layer.name] = layer.slot
         for name, _, parameter in other_parameters(model, layers):
             entries[name] = parameter.numel()
             slots[name] = id(parameter)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -117,6 +117,11 @@ class Layer:
         return self.stored_as or joined(self.path, self.parameter)
 
     @property
+    def slot(self) -> Hashable:
+        """The place of the matrix in the model, which all names of a shared matrix have in common."""
+        return self.key, self.expert, self.part, self.view
+
+    @property
     def is_called(self) -> bool:
         """True if the matrix is the weight of its module, so that its input is the module's argument."""
         return self.expert is None and self.part is None and self.view is None and self.parameter == "weight"
@@ -225,31 +230,35 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one name per shared parameter
     layers = []
     for path, module in model.named_modules():
-        if not isinstance(module, maps):
-            layers.extend(_projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else [])
-            layers.extend(_gates_of(path, module) if isinstance(module, RECURRENT) else [])
-            layers.extend(_fused_experts(path, module))
-            continue
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is None or not holds_weights(weight) or not weight.numel():
-            continue  # recomputed from other parameters in every forward pass, quantised, or without entries
-        name, is_transposed = names[id(weight)], isinstance(module, transposed)
-        stored = len(weight), weight.numel() // len(weight)
-        layers.append(
-            Layer(
-                path,
-                stored[::-1] if is_transposed else stored,
-                groups=int(module.groups) if isinstance(module, CONVOLUTIONS) else 1,
-                transposed=is_transposed,
-                stored_as=None if name == joined(path, "weight") else name,
-            )
-        )
+        own: list[Layer] = []
+        if isinstance(module, maps):
+            own += _map_of(path, module, isinstance(module, transposed))
+        else:
+            own += _projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else []
+            own += _gates_of(path, module) if isinstance(module, RECURRENT) else []
+            own += _fused_experts(path, module)
+        for layer in own:
+            name = names[id(module.get_parameter(layer.parameter))]
+            layers.append(layer if name == layer.key else replace(layer, stored_as=name))
     return layers
 
 
 def joined(path: str, parameter: str) -> str:
     """The full name of a module's parameter in the model."""
     return f"{path}.{parameter}" if path else parameter
+
+
+def _map_of(path: str, module: nn.Module, transposed: bool) -> list[Layer]:
+    """The weight of a linear map or a convolution.
+
+    None if it is recomputed from other parameters in every forward pass, quantised, or without entries.
+    """
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or not holds_weights(weight) or not weight.numel():
+        return []
+    stored = len(weight), weight.numel() // len(weight)
+    groups = int(module.groups) if isinstance(module, CONVOLUTIONS) else 1
+    return [Layer(path, stored[::-1] if transposed else stored, groups=groups, transposed=transposed)]
 
 
 def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:

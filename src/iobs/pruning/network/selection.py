@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,10 +131,10 @@ def select(
     included, ignored = matching(found, include, "include"), matching(found, ignore, "ignore")
     defaults = _dense_by_default(model, found, depthwise)
     layers: list[Layer] = []
-    taken: set[str | None] = set()
+    taken: set[Hashable] = set()  # matrices by their place, which names of a shared one have in common
     skipped = other_weights(model, found)
     for layer in found:
-        if layer.stored_as in taken:
+        if layer.slot in taken:
             skipped[layer.name] = defaults[layer.name]  # even if included: a shared matrix is pruned once
         elif layer.name in ignored:
             skipped[layer.name] = Reason("asked", "ignored by name")
@@ -144,7 +144,7 @@ def select(
             skipped[layer.name] = defaults[layer.name]
         else:
             layers.append(layer)
-            taken.add(layer.key)
+            taken.add(layer.slot)
     if not layers:
         raise LayerSelectionError(_nothing_left(model, found, skipped))
     if check_finite:
