@@ -84,6 +84,16 @@ def test_best_recipe_takes_network_steps_on_text_and_fine_tuning_on_other_data()
     assert found == {"text": (2, False, False), "other": (0, True, True)}
 
 
+def test_the_only_round_that_is_left_reads_all_samples():
+    fit = BlockFit(masks=1, steps=0, network_steps=1, network_lr=1e-4)
+    rounds = iobs.Rounds(3, finetune=iobs.FineTune(), data="fresh")
+    recipe = iobs.Recipe(solver="magnitude", blocks=fit, rounds=rounds, finetune=iobs.FineTune())
+    data = language_batches(count=4)
+    report = iobs.prune(LANGUAGE_MODELS["llama"][0](), data, 0.5, recipe)
+    assert len(report.rounds) == 1
+    assert report.layers[0].inputs == report.settings["samples"] * data[0]["input_ids"].shape[1]
+
+
 @pytest.mark.parametrize(("steps", "found"), [(0, "by a search"), (2, "by measured damages, no search")])
 def test_allocation_searches_unless_steps_of_the_whole_network_follow(steps, found):
     fit = BlockFit(masks=1, steps=0, network_steps=steps, network_lr=1e-4)

@@ -260,7 +260,7 @@ class Workspace:
     def portion(self, index: int) -> Samples:
         """The calibration samples of a round."""
         rounds = self.recipe.rounds
-        if rounds.data == "fixed":
+        if rounds.data == "fixed" or self.decided.rounds.count == 1:
             return self.fit
         # With "auto" the first projection may be the only one, so it uses all samples.
         whole = 1 if rounds.schedule == "auto" else 0
