@@ -13,6 +13,7 @@ import iobs
 from iobs.pruning import algorithm
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.report import Report
+from iobs.pruning.store import Store
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,3 +189,19 @@ def test_prune_warns_of_nothing_on_a_good_network():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", rounds=iobs.Rounds(2, finetune=STEP))
+
+
+def test_a_store_that_is_used_again_forgets_the_weights_of_its_first_run():
+    model = nn.Sequential(nn.Linear(3, 2))
+    store = Store(model)
+    store.remember(None)
+    with torch.no_grad():
+        model[0].bias.fill_(1.0)
+    store.remember({"0.weight"})
+    store.reset()
+    assert model[0].bias.tolist() == [1.0, 1.0]
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    with pytest.raises(KeyError), store.unchanged_by_failure():
+        raise KeyError
+    assert bool((model[0].weight == 2.0).all())

@@ -149,11 +149,12 @@ class Store(InMemory):
         return state(self.model)
 
     def remember(self, parameters: Collection[str] | None) -> None:
-        """Keep copies of all tensors that the run may change: parameters and all buffers.
+        """Keep copies of all tensors that the run may change: parameters and all buffers. Earlier copies are dropped.
 
         Args:
             parameters: names of the parameters to copy; None for all.
         """
+        self.forget()
         for name, value in self.model.named_parameters():
             if parameters is None or name in parameters:
                 self._original[name] = value.detach().clone()
@@ -176,6 +177,7 @@ class Store(InMemory):
     @contextmanager
     def unchanged_by_failure(self) -> Iterator[None]:
         """Context in which a model may lose units and modules: after an error it is as before, weights included."""
+        self.forget()  # of an earlier run
         try:
             with structure_kept_on_failure(self.model):
                 yield
@@ -227,7 +229,7 @@ class Store(InMemory):
         self.restore(self._original)
 
     def forget(self) -> None:
-        """Drop the copies of the original weights, after a run that has failed."""
+        """Drop the copies of the original weights."""
         self._original = {}
 
     def support(self) -> dict[str, Tensor]:
