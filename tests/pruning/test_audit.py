@@ -7,10 +7,11 @@ import pytest
 import torch
 from menagerie import build
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import iobs
-from iobs.errors import AuditError, ModelError, PatternError
+from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError
 from iobs.pruning.audit import audit_layers, require_promised
 from iobs.pruning.network.layers import find_layers
 
@@ -101,3 +102,15 @@ def test_failed_audit_leaves_computed_weights_as_they_were():
         iobs.audit(model, 0.5, layers=["0"])
     assert parametrize.is_parametrized(model[0])  # while the error, and its frames, are kept
     assert "'0' keeps" in str(error.value)
+
+
+@pytest.mark.parametrize("pattern", [0.5, iobs.Budget(3.0), None])
+def test_audit_refuses_names_of_no_matrix(pattern):
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.view(-1)[::2] = 0
+            layer.weight.sign_()
+    with pytest.raises(LayerSelectionError, match=r"\['first'\] are names of no matrix; the matrices are 0, 2"):
+        iobs.audit(model, pattern, ["0", "first"])
+    assert [row.name for row in iobs.audit(model, 0.5, "2") if row.asked] == ["2"]

@@ -15,7 +15,7 @@ from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
-from iobs.errors import AuditError, ModelError, PatternError
+from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, is_compressed, library_class, projections
 from iobs.pruning.report import AuditRow
@@ -35,9 +35,9 @@ def audit(
         pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
             there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
             for all layers together, not for each layer. A `Budget` holds for all layers together, too.
-        layers: names of the pruned layers. By default these are layers with at least a tenth of the zeros that the
-            pattern asks for; dense layers may hold a few zeros. For a budget, and for a grid that keeps all entries,
-            they are the layers on a grid.
+        layers: names of the pruned layers, or one name. By default these are layers with at least a tenth of the zeros
+            that the pattern asks for; dense layers may hold a few zeros. For a budget, and for a grid that keeps all
+            entries, they are the layers on a grid.
 
     Returns:
         One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
@@ -45,10 +45,12 @@ def audit(
     Raises:
         AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned;
             weights are not on a grid, or need more bits than the budget has.
+        LayerSelectionError: a name is that of no matrix.
         ModelError: the directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, or does not fit a layer that was pruned.
     """
     asked = None if pattern is None else as_pattern(pattern)
+    layers = {layers} if isinstance(layers, str) else layers
     # Closed at once: until then the weights of a model are folded, and a caller may keep an error and its frames.
     with closing(_of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))) as matrices:
         return _within(asked, matrices, layers) if isinstance(asked, Budget) else _checked(asked, matrices, layers)
@@ -66,6 +68,7 @@ def _checked(
             row.asked, checked = asked_zeros(asked, row.shape), True
             row.bits = stored_bits(asked, row.shape)
         rows.append(row)
+    _require_known(layers, rows)
     if asked is not None and not checked:
         if isinstance(asked, Grid):
             raise AuditError(f"No layer lies on the grid {asked}: the model was not pruned to it, or changed since.")
@@ -92,6 +95,7 @@ def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Coll
                 f"{budget.group}. The layer was pruned to another pattern, or changed since."
             )
         rows.append(row)
+    _require_known(layers, rows)
     stored = [row for row in rows if row.bits is not None]
     if not stored:
         raise AuditError(f"No layer lies on a grid with groups of {budget.group}: nothing was pruned to {budget}.")
@@ -99,6 +103,13 @@ def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Coll
     if bits > budget.bits_per_weight:
         raise AuditError(f"The {len(stored)} layers on a grid need {bits:.4f} bits a weight, more than {budget}.")
     return rows
+
+
+def _require_known(names: Collection[str] | None, rows: Sequence[AuditRow]) -> None:
+    """Check that every name is that of a matrix: a layer that is not found would count as checked."""
+    found = [row.name for row in rows]
+    if unknown := [name for name in names or () if name not in found]:
+        raise LayerSelectionError(f"layers={unknown} are names of no matrix; the matrices are {listed(found, 5)}.")
 
 
 def _fewest_bits(matrix: Tensor, budget: Budget) -> int | None:
