@@ -88,6 +88,19 @@ def test_grouped_convolutions_keep_the_grid():
     assert report.sparsity >= 0.5
 
 
+def test_solvers_of_dense_weights_round_grouped_convolutions():
+    torch.manual_seed(0)
+    model, data = SmallConvolutional(), list(torch.randn(24, 3, 8, 8).split(8))
+    report = iobs.prune(model, data, iobs.Grid(4), Recipe(solver="gptq"))
+    require_on_grids(model, iobs.Grid(4), report)
+
+
+def test_rounds_of_growing_sparsity_keep_a_grid_without_zeros():
+    model, data = three_layers()
+    rounds = iobs.Rounds(3, "cubic")
+    require_on_grids(model, iobs.Grid(4), iobs.prune(model, data, iobs.Grid(4), Recipe(solver="gptq", rounds=rounds)))
+
+
 def test_rules_give_single_layers_a_grid():
     model, data = three_layers()
     rules = (iobs.Rule("0", pattern="int8"), iobs.Rule("2", pattern="2:4"))
