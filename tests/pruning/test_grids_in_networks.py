@@ -101,6 +101,13 @@ def test_rounds_of_growing_sparsity_keep_a_grid_without_zeros():
     require_on_grids(model, iobs.Grid(4), iobs.prune(model, data, iobs.Grid(4), Recipe(solver="gptq", rounds=rounds)))
 
 
+def test_a_solver_that_only_grids_have_takes_an_allocation():
+    model, data = three_layers()
+    report = iobs.prune(model, data, SPARSE, Recipe(solver="obr", allocation="error"))
+    require_on_grids(model, SPARSE.grid, report)
+    assert len({round(row.asked / row.weights, 3) for row in report.audit}) > 1
+
+
 def test_rules_give_single_layers_a_grid():
     model, data = three_layers()
     rules = (iobs.Rule("0", pattern="int8"), iobs.Rule("2", pattern="2:4"))

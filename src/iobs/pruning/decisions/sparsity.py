@@ -16,6 +16,7 @@ from iobs.pruning.allocation.counts import under_pattern
 from iobs.pruning.allocation.sensitivity import ENOUGH_OUTPUTS, Planner, can_keep_grams
 from iobs.pruning.calibration.gram import Statistics
 from iobs.pruning.decisions.widths import allocate_widths
+from iobs.pruning.layerwise.grids import solver_without_grid
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.layerwise.targets import TARGETS
@@ -48,8 +49,9 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
 
     def solve_fast(layer: Layer, statistics: Statistics, dense: Tensor, pattern: Pattern) -> list[Solution]:
-        zeros = dense if recipe.keep_zeros else None
-        return solve_layer(Task(layer, pattern, dense, None, fast.for_layer(layer.name), zeros), statistics)
+        zeros, own = dense if recipe.keep_zeros else None, fast.for_layer(layer.name)
+        own = own.but(solver=solver_without_grid(own.solver))  # curves are those of free values
+        return solve_layer(Task(layer, pattern, dense, None, own, zeros), statistics)
 
     planner = Planner(
         work.store.model,

@@ -73,6 +73,12 @@ def solver_for(solver: str | Solver, pattern: Pattern) -> str | Solver:
     return solver
 
 
+def solver_without_grid(solver: str | Solver) -> str | Solver:
+    """The solver for the same layer with free values: `ADMM` in place of a solver that only grids have."""
+    named = isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys()
+    return ADMM("fast") if named or isinstance(solver, _INSTANCES) else solver
+
+
 def stored_weight(solution: Solution, pattern: Pattern, dtype: torch.dtype) -> Tensor:
     """The weights of a solution as they are stored: on a grid, codes times scales of 16 bits in the dtype."""
     grid = grid_of(pattern)
