@@ -20,8 +20,9 @@ from iobs.pruning.allocation.bits import require_budget, require_whole
 from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
-from iobs.pruning.layerwise.grids import require_solvable
+from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found
@@ -112,6 +113,7 @@ def prune(
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
     asked = holdout, seed, checkpoint
+    normed = normed_weights(store.model) if isinstance(store.model, nn.Module) else set[str]()
     with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
         chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
@@ -119,6 +121,7 @@ def prune(
         if store.observe(collected, seed) or chosen_now is None:
             chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
         selection, request = chosen_now
+        require_exact(request.patterns, normed)
         with ProgressBar.shown(progress and current().first) as bar:
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
 import iobs
+from iobs.errors import ProblemError
 
 
 def old_weight_norm(module, **options):
@@ -113,3 +114,13 @@ def test_weight_that_cannot_be_given_back_stays_dense_with_its_reason(norm):
     report = iobs.prune(model, data(), 0.5, "one-shot")
     assert [row.name for row in report.audit] == ["2"]
     assert "computed from it in every forward pass" in next(iter(report.skipped.values()))
+
+
+@pytest.mark.parametrize("name", ["weight norm", "old weight norm"])
+def test_a_grid_needs_weights_without_weight_norm(name):
+    model = network(NORMS[name])
+    with pytest.raises(ProblemError, match=r"'0' has a weight norm.*iobs\.fold"):
+        iobs.prune(model, data(), iobs.Grid(4), "one-shot")
+    iobs.fold(model)
+    iobs.prune(model, data(), iobs.Grid(4), iobs.Recipe(solver="magnitude"))
+    assert all(row.bits for row in iobs.audit(model, iobs.Grid(4), ["0", "2"]))

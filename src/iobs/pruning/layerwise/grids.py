@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,24 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
             raise ProblemError(
                 f"{names}: cannot keep weights on a grid yet. Leave it out, or prune without a grid; the recipes "
                 '"one-shot", "fast" and "best" keep grids.'
+            )
+
+
+def require_exact(patterns: Mapping[Layer, Pattern], normed: Collection[str]) -> None:
+    """Check that no layer has a grid whose values weight norm would round.
+
+    Args:
+        patterns: of every layer.
+        normed: names of the weights that weight norm computes.
+
+    Raises:
+        ProblemError: a layer has one.
+    """
+    for layer, pattern in patterns.items():
+        if layer.key in normed and (isinstance(pattern, Budget) or grid_of(pattern) is not None):
+            raise ProblemError(
+                f"The weight of {layer.name!r} has a weight norm, whose rounding would take it off the grid of "
+                f"{pattern}. Make it a plain weight first: iobs.fold(model)."
             )
 
 

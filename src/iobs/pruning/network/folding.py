@@ -20,6 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from iobs.errors import is_out_of_memory
+from iobs.pruning.network.layers import joined
 
 _PROBED = 1e-2  # relative difference up to which a weight counts as given back by its parametrisation
 
@@ -47,6 +48,18 @@ def folded(model: nn.Module) -> Iterator[None]:
     finally:
         for restore in reversed(restores):
             restore()
+
+
+def normed_weights(model: nn.Module) -> set[str]:
+    """The names of the weights that weight norm computes: what it gives back for a pruned weight is rounded."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            lists = module.get_submodule("parametrizations").named_children()
+            found |= {joined(path, name) for name, own in lists if any(isinstance(one, _WeightNorm) for one in own)}
+        hooks = module._forward_pre_hooks.values()
+        found |= {joined(path, hook.name) for hook in hooks if isinstance(hook, WeightNorm)}
+    return found
 
 
 def unfolded(model: nn.Module) -> set[int]:
