@@ -8,12 +8,10 @@ Format: https://github.com/vllm-project/compressed-tensors.
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from torch import Tensor, nn
 
 from iobs.core.grids import over_columns
@@ -23,6 +21,7 @@ from iobs.exports.record import Written
 from iobs.exports.requirements import needed
 from iobs.exports.source import Source, is_pretrained
 from iobs.exports.values import Codes, found_codes
+from iobs.pruning.structure.shapes import built, shapes_of
 
 _FORMAT = "pack-quantized"
 
@@ -74,14 +73,14 @@ def _require_widths(module: nn.Module) -> None:
     Raises:
         ModelError: it has others.
     """
-    with torch.device("meta"):
-        built = type(module)(copy.deepcopy(module.config))
-    shapes = {name: tuple(one.shape) for name, one in built.named_parameters()}
-    for name, one in module.named_parameters():
-        if shapes.get(name, one.shape) != one.shape:
+    shapes = built(module, module.config)
+    if isinstance(shapes, str):  # code that builds itself in another way
+        return
+    for name, shape in shapes_of(module).items():
+        if shapes.get(name, shape) != shape:
             raise ModelError(
-                f"{name} is {tuple(one.shape)}, and the configuration builds it as {shapes[name]}: transformers could "
-                "not load the files. Export to onnx, or remove units with equal widths (uniform=True)."
+                f"{name} is {shape}, and the configuration builds it as {shapes[name]}: transformers could not load "
+                "the files. Export to onnx, or remove units with equal widths (uniform=True)."
             )
 
 

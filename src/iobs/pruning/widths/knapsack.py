@@ -74,8 +74,8 @@ def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) 
     if cost.of(smallest) > limit * (1 + 1e-9):
         share = 1 - cost.of(smallest) / cost.of({})
         raise PatternError(
-            f"At most {max(0.0, share):.1%} of this cost can be removed with the widths that these layers may have; ask "
-            "for less, or for more widths: multiple_of=1, uniform=False."
+            f"At most {max(0.0, share):.1%} of this cost can be removed with the widths that these layers may have; "
+            "ask for less, or for more widths: multiple_of=1, uniform=False."
         )
     return smallest
 
