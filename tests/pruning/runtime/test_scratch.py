@@ -10,6 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from iobs.errors import OutputError
+from iobs.pruning.runtime import scratch
 from iobs.pruning.runtime.scratch import scratch_folder
 
 
@@ -44,6 +45,21 @@ def test_scratch_folder_takes_the_default_folder_if_the_given_one_cannot_be_writ
     monkeypatch.setattr(tempfile, "tempdir", str(default))
     with scratch_folder(tmp_path, "out") as folder:
         assert folder.parent == default
+
+
+def test_folder_that_cannot_be_locked_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    tried = []
+
+    def refuse(folder):
+        tried.append(folder)
+        assert len(tried) < 5, "it goes on forever"
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scratch, "locked", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="Too many open files"), scratch_folder(tmp_path, "out"):
+        pytest.fail("there is no lock")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_scratch_folder_asks_for_room_first(tmp_path, monkeypatch):

@@ -115,8 +115,11 @@ def _made(place: Path, name: str) -> tuple[Path, int | None]:
         made = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
         try:
             lock = locked(made)
-        except OSError:  # another process has taken it for abandoned, before it was locked
+        except (BlockingIOError, FileNotFoundError):  # another process has taken it for abandoned, before it was locked
             continue
+        except OSError:  # as when too many files are open: another folder could not be locked either
+            made.rmdir()
+            raise
         if made.is_dir():
             return made, lock
         if lock is not None:
