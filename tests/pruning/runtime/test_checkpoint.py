@@ -266,10 +266,12 @@ class Weighted:
         lambda factor: Loss(factor).of,
         lambda factor: partial(Loss.of, factor=factor),
         Teacher,
+        lambda factor: torch.nn.CrossEntropyLoss(label_smoothing=factor / 10),
+        lambda factor: torch.nn.Sequential(torch.nn.MSELoss(reduction="mean" if factor == 1 else "sum")),
         lambda factor: Weighted(torch.full((2000,), 1.0).index_fill(0, torch.tensor(1000), factor)),
         lambda factor: {"inner": [np.full(2000, factor)]},
     ],
-    ids=["keyword", "method", "partial", "module", "dataclass", "containers"],
+    ids=["keyword", "method", "partial", "module", "smoothing", "reduction", "dataclass", "containers"],
 )
 def test_fingerprint_covers_the_values_a_loss_holds(make):
     assert fingerprint(make(1.0)) == fingerprint(make(1.0))

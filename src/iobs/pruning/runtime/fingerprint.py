@@ -71,8 +71,8 @@ def _digest(tensors: Iterable[Tensor], beside: str = "") -> str:
 def fingerprint(value: object, depth: int = 6) -> str:
     """A text that is equal for equal settings, in every process.
 
-    It describes a function by code and closure, a module by layers and state, and a container by its entries. An object
-    without a repr of its own is described by its class and attributes, anything else by its repr.
+    It describes a function by code and closure, a module by layers, numbers and state, and a container by its entries.
+    An object without a repr of its own is described by its class and attributes, anything else by its repr.
 
     Args:
         value: the setting.
@@ -96,7 +96,7 @@ def _parts(value: object) -> Sequence[object]:
         given = [getattr(value, name, None) for name in ("__defaults__", "__kwdefaults__", "__self__")]
         return [code.co_code, code.co_names, *code.co_consts, *given, *closed]
     if isinstance(value, nn.Module):
-        return [repr(value), *value.state_dict().items()]
+        return [repr(value), *_numbers(value), *value.state_dict().items()]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, np.ndarray):
@@ -112,6 +112,20 @@ def _parts(value: object) -> Sequence[object]:
     # Objects with a repr of their own, such as loggers, may have attributes that differ between processes.
     default_repr = " object at 0x" in repr(value) and hasattr(value, "__dict__")
     return sorted(vars(value).items(), key=str) if default_repr else []
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, str, object]]:
+    """Settings of a module and of those inside that neither its repr nor its state may show, as a label smoothing.
+
+    They are numbers and flags, and what torch's own modules name as constants. Other texts may be paths of a machine.
+    """
+    return [
+        (path, name, value)
+        for path, one in module.named_modules()
+        for name, value in sorted(vars(one).items())
+        if not name.startswith("_") and name != "training"
+        if isinstance(value, int | float) or (isinstance(value, str) and name in getattr(one, "__constants__", ()))
+    ]
 
 
 def _content(cell: CellType) -> object:
