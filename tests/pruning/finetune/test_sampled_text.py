@@ -66,8 +66,9 @@ def test_half_of_a_batch_is_replaced_and_draws_repeat():
     change, batch = SampledText(torch.full((4, 32), 39)), text(5, labels=torch.arange(5))
     first, again = (change(batch, torch.Generator().manual_seed(2)) for _ in range(2))
     assert torch.equal(first["input_ids"], again["input_ids"])
-    assert torch.equal(first["input_ids"][:3], batch["input_ids"][:3])
-    assert bool((first["input_ids"][3:] == 39).all())
+    sampled = (first["input_ids"] == 39).all(1)
+    assert int(sampled.sum()) == 2
+    assert torch.equal(first["input_ids"][~sampled], batch["input_ids"][~sampled])
     assert torch.equal(first["labels"], batch["labels"])
     generator = torch.Generator().manual_seed(0)
     replaced = [bool((change(text(1), generator)["input_ids"] == 39).all()) for _ in range(40)]
@@ -175,3 +176,13 @@ def test_fewer_units_are_tuned_on_sampled_text(model):
     report = iobs.prune(pruned, [text(20)], iobs.Structured(0.25, of="parameters"), "one-shot", finetune=steps)
     assert any("windows of text sampled from the dense model" in note for note in report.notes)
     assert [len(record.step_losses) for record in report.rounds] == [0, 6]
+
+
+def test_windows_of_all_batches_are_kept_equally_often():
+    part = Samples.of([{"input_ids": torch.full((1, 4), number)} for number in range(8)])
+    change, generator, kept = SampledText(torch.full((3, 4), 39)), torch.Generator().manual_seed(0), torch.zeros(40)
+    for _ in range(200):
+        batch = part.pick(torch.randperm(8, generator=generator)[:4])
+        kept[change(batch, generator)["input_ids"][:, 0]] += 1
+    assert int(kept[:8].min()) > 30  # of 50 on average
+    assert int(kept[:8].max()) < 70

@@ -38,13 +38,18 @@ class SampledText:
     windows: Tensor
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Replace the last half of the rows, rounded down, or one row with probability 1/2 if there is only one."""
+        """Replace half of the rows, rounded down, or one row with probability 1/2 if there is only one.
+
+        The rows are drawn, since a step has its samples in the order of the caller's batches: the windows of the last
+        batches would never be used.
+        """
         assert isinstance(batch, Mapping)
-        tokens = batch["input_ids"]
+        tokens = batch["input_ids"].clone()
         count = len(tokens) // _SHARE if len(tokens) > 1 else int(torch.randint(_SHARE, (), generator=generator) == 0)
         rows = torch.randint(len(self.windows), (count,), generator=generator)
-        sampled = self.windows[rows].to(tokens.device, tokens.dtype)
-        return {**batch, "input_ids": torch.cat([tokens[: len(tokens) - count], sampled])}
+        places = torch.randperm(len(tokens), generator=generator)[:count].to(tokens.device)
+        tokens[places] = self.windows[rows].to(tokens.device, tokens.dtype)
+        return {**batch, "input_ids": tokens}
 
     def __str__(self) -> str:
         return f"{len(self.windows)} windows of text sampled from the dense model, half of each step"
