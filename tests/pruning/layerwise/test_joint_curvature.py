@@ -141,3 +141,10 @@ def test_batches_that_reach_no_module_of_the_layers_give_no_weights():
     layers, data = tuple(find_layers(model)), Samples.of([torch.randn(5, 12, 6)])
     assert not row_importance(model, layers, data, 0)
     assert not output_fisher(model, layers, data, 0)
+
+
+def test_a_model_without_gradients_is_refused_by_name():
+    model = network()
+    model.forward = torch.no_grad()(model.forward)
+    with pytest.raises(ProblemError, match=r"no gradient.*torch\.no_grad"):
+        row_importance(model, find_layers(model), Samples.of(data()), 0)

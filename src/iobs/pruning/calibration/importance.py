@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from iobs.errors import ProblemError
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -62,6 +63,9 @@ def likelihood_gradients(
 
     Labels are drawn from the model's distribution; for outputs that are numbers, from normal errors of unit variance.
     Large batches of text are run in parts, in the order of their samples: a part's labels follow those before it.
+
+    Raises:
+        ProblemError: the outputs of the model have no gradient.
     """
     for part in batches.pieces(batch):
         yield from _gradients(model, paths, part, generator)
@@ -88,6 +92,11 @@ def _gradients(
             drawn = torch.multinomial(chances, 1, generator=generator).to(logs.device)
             drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
             likelihood = unpadded(drawn_logs, attended(model, batch)).sum()
+        if not likelihood.requires_grad:
+            raise ProblemError(
+                "The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. Take "
+                'curvature="layer", and another allocation than "fisher".'
+            )
         gradients = torch.autograd.grad(likelihood, [output for _, output in outputs], allow_unused=True)
     pairs = zip(outputs, gradients, strict=True)
     return [(path, output, gradient) for (path, output), gradient in pairs if gradient is not None]
