@@ -175,6 +175,12 @@ def test_changed_refuses_with_the_reason(key, text, message):
         changed(iobs.Recipe(), {key: text})
 
 
+@pytest.mark.parametrize("solver", ["gptq", "obr", "greedy"])
+def test_changed_refuses_options_of_a_solver_without_a_text_form(solver):
+    with pytest.raises(ProblemError, match=f"The solver '{solver}' takes no options from text"):
+        changed(iobs.Recipe(), {"solver": solver, "solver.block": "64"})
+
+
 def test_prune_refuses_unknown_fields_by_name():
     with pytest.raises(ProblemError, match="no field budget; the fields are solver"):
         iobs.prune(None, [], 0.5, budget="fast")

@@ -53,6 +53,11 @@ def _opened(name: str, value: Any, depth: int) -> dict[str, Any]:
     elif isinstance(value, str) and name == "allocation":
         value = as_allocation(value)
     elif isinstance(value, str) and name in ("solver", "refine"):
-        value = NAMED[getattr(Recipe(**{name: value}), name)]()  # type: ignore[arg-type]  # or says it is unknown
+        Recipe(**{name: value})  # type: ignore[arg-type]  # says if it is unknown
+        if value not in NAMED:
+            raise ProblemError(
+                f"The {name} {value!r} takes no options from text; give an object with options in Python."
+            )
+        value = NAMED[value]()
     inner = plain(value, True, lambda one: one)
     return inner if isinstance(inner, dict) else {}
