@@ -40,6 +40,16 @@ def test_factorisations_raise_if_not_positive_definite(bad):
             function(bad)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_inverse_is_refused_if_columns_depend_on_each_other(share):
+    """Rounding makes the pivot of such a column positive about every other time."""
+    for seed in range(40):
+        columns = torch.randn(40, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        columns[:, 5] = (1 - share) * columns[:, 1] + share * columns[:, 3]
+        with pytest.raises(NotPositiveDefiniteError, match="damping"):
+            linalg.inverse(columns.T @ columns)
+
+
 @pytest.mark.parametrize("rows", [2, 50])
 def test_solve_on_support_equals_dense_solves(rows):
     matrix, linear, mask = definite(24), torch.randn(rows, 24, dtype=torch.float64), random_masks(rows, 24)

@@ -18,6 +18,20 @@ def random_problem(rows=6, columns=16, *, seed=0, dtype=torch.float64, condition
     return iobs.Quadratic.at(weight.to(dtype), hessian.to(dtype))
 
 
+def dependent_problem(kind, seed):
+    """A row of 7 inputs, of which one is a duplicate, a multiple, or a sum of two others: "copy", "scaled", "sum"."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(7, 40, generator=generator, dtype=torch.float64)
+    first, second, third = torch.randperm(7, generator=generator)[:3].tolist()
+    inputs[first] = {
+        "copy": inputs[second],
+        "scaled": 3.7 * inputs[second],
+        "sum": 0.3 * inputs[second] + 0.7 * inputs[third],
+    }[kind]
+    weight = torch.randn(1, 7, generator=generator, dtype=torch.float64)
+    return iobs.Quadratic.at(weight, inputs @ inputs.T)
+
+
 PATTERNS = [
     iobs.Unstructured(0.5),
     iobs.Unstructured(0.7, per="row"),

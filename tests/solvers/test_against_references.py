@@ -1,9 +1,13 @@
 """Solvers compared with slow transcriptions of their definitions."""
 
+import math
+from itertools import combinations
+
 import pytest
 import torch
 from solver_problems import (
     best_on,
+    dependent_problem,
     enumerated_optimum,
     losses_of_masks,
     random_problem,
@@ -129,6 +133,20 @@ def test_exact_equals_enumeration(pattern, seed):
     problem = random_problem(3, 8, seed=seed, condition=1e3)
     found = float(iobs.solve(problem, pattern, "exact").loss.sum())
     assert found == pytest.approx(enumerated_optimum(problem, pattern), rel=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore::iobs.errors.DampingWarning")
+@pytest.mark.parametrize("kind", ["copy", "scaled", "sum"])
+def test_exact_is_optimal_if_inputs_depend_on_each_other(kind):
+    for seed in range(12):
+        problem = dependent_problem(kind, seed)
+        inputs, target = torch.linalg.cholesky(problem.matrix + 1e-9 * torch.eye(7)).T, problem.centre()[0]
+        found = iobs.solve(problem, iobs.Unstructured(keep=3, per="row"), "exact").weight[0]
+        best = math.inf
+        for chosen in combinations(range(7), 3):
+            part = inputs[:, chosen]
+            best = min(best, float((part @ torch.linalg.pinv(part) @ inputs @ target - inputs @ target).norm()))
+        assert float((inputs @ (found - target)).norm()) <= best + 1e-4 * float((inputs @ target).norm())
 
 
 def test_exact_raises_with_advice_if_limit_is_reached():

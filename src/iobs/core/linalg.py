@@ -22,11 +22,24 @@ def cholesky(matrix: Tensor) -> Tensor:
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
     if bool((info != 0).any()) or not bool(torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all()):
-        raise NotPositiveDefiniteError(
-            f"A {matrix.shape[-1]} x {matrix.shape[-1]} Hessian is not positive definite: "
-            "raise the damping, or give more calibration samples than the layer has inputs."
-        )
+        raise _not_definite(matrix)
     return factor
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Pivot of a Cholesky factorisation, relative to the diagonal entry, below which it may be only rounding.
+
+    Columns that depend linearly on others have pivots of up to some 40 eps. In float32 only the least of them are
+    refused, since definite Hessians of wide layers come near them.
+    """
+    return (64 if dtype is torch.float64 else 4) * torch.finfo(dtype).eps
+
+
+def _not_definite(matrix: Tensor) -> NotPositiveDefiniteError:
+    return NotPositiveDefiniteError(
+        f"A {matrix.shape[-1]} x {matrix.shape[-1]} Hessian is not positive definite: "
+        "raise the damping, or give more calibration samples than the layer has inputs."
+    )
 
 
 def double_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +69,11 @@ def inverse(matrix: Tensor) -> Tensor:
     """Inverse of a symmetric positive definite (d, d) matrix.
 
     Raises:
-        NotPositiveDefiniteError: see `cholesky`.
+        NotPositiveDefiniteError: see `cholesky`; or a pivot is only rounding, as that of a duplicate column.
     """
     factor = cholesky(matrix)
+    if bool((factor.diagonal().square() <= rounding(matrix.dtype) * matrix.diagonal()).any()):
+        raise _not_definite(matrix)
     result: Tensor = torch.cholesky_inverse(factor, out=factor)  # in place, to save the memory of one (d, d) matrix
     return result
 
