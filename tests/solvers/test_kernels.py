@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from solver_problems import random_problem
+from solver_problems import dependent_problem, random_problem
 
 import iobs
 from iobs.core import linalg
@@ -77,6 +77,31 @@ def test_swap_until_optimal_numba_equals_torch(inside, outside):
         torch.testing.assert_close(states[0].weight[order], fresh.weight)
         torch.testing.assert_close(states[0].schur[states[0].rest.argsort()], fresh.schur)
         torch.testing.assert_close(states[0].gradient[states[0].rest.argsort()], fresh.gradient)
+
+
+@pytest.mark.parametrize("form", ["torch", "numba"])
+@pytest.mark.parametrize(
+    ("kind", "seed", "first"), [("copy", 1, 4), ("copy", 2, 0), ("scaled", 1, 4), ("scaled", 18, 0)]
+)
+def test_swaps_lower_the_loss_if_inputs_depend_on_each_other(kind, seed, first, form):
+    problem = dependent_problem(kind, seed)
+    scale = problem.matrix.diagonal().sqrt()
+    hessian, linear = problem.matrix / scale / scale[:, None], (problem.linear / scale)[0]
+    mask = torch.zeros(7, dtype=torch.bool)
+    mask[first : first + 3] = True
+    state = swaps.RowState.build(hessian, linear, mask)
+
+    def loss():
+        block = hessian[state.support][:, state.support]
+        return float(0.5 * state.weight @ block @ state.weight - linear[state.support] @ state.weight)
+
+    before = loss()
+    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal_numba
+    assert swap(state, hessian, 3, 4, -1e-10 * before, 64) < 64
+    assert loss() <= before
+    fresh = swaps.RowState.build(hessian, linear, torch.zeros(7, dtype=torch.bool).scatter(0, state.support, True))
+    order = state.support.argsort()
+    torch.testing.assert_close(state.weight[order], fresh.weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,10 @@ class RowState:
         spread = crossed @ inverse
         weight = inverse @ linear[support]
         schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
+        gradient = (linear[rest] - crossed @ weight).masked_fill(~independent(schur, hessian, rest), 0)
         # The Schur complement of a definite matrix is positive; rounding must not make it negative.
         schur = torch.maximum(schur, torch.finfo(schur.dtype).eps * hessian.diagonal()[rest])
-        return cls(support, rest, inverse, spread, schur, linear[rest] - crossed @ weight, weight)
+        return cls(support, rest, inverse, spread, schur, gradient, weight)
 
     def admissions(self) -> Tensor:
         """Twice the gain of admitting each variable of P alone, (p,)."""
@@ -69,6 +70,11 @@ class RowState:
     def removals(self) -> Tensor:
         """Twice the cost of removing each variable of S alone, (k,)."""
         return self.weight.square() / self.inverse.diagonal()
+
+
+def independent(schur: Tensor, hessian: Tensor, rest: Tensor) -> Tensor:
+    """True where a variable of P does not depend on S, as a duplicate of a member does; others gain nothing, (p,)."""
+    return schur > 4 * torch.finfo(schur.dtype).eps * hessian.diagonal()[rest]
 
 
 def swap_until_optimal(
@@ -121,7 +127,7 @@ def swap_until_optimal_torch(
     """Torch form of `swap_until_optimal`."""
     made = 0
     while made < limit:
-        gain, leave, enter = best_swap(state, inside, outside)
+        gain, leave, enter = best_swap(state, hessian, inside, outside)
         if not gain > tolerance:
             break
         make_swap(state, hessian, leave, enter)
@@ -129,7 +135,7 @@ def swap_until_optimal_torch(
     return made
 
 
-def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, int]:
+def best_swap(state: RowState, hessian: Tensor, inside: int, outside: int) -> tuple[float, int, int]:
     """Twice the gain of the best swap within a group, the slot of S to remove and the slot of P to admit."""
     groups = len(state.rest) // outside
     spread = state.spread.reshape(groups, outside, groups, inside).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
@@ -137,7 +143,8 @@ def best_swap(state: RowState, inside: int, outside: int) -> tuple[float, int, i
     weight = state.weight.reshape(groups, 1, inside)
     variance = state.inverse.diagonal().reshape(groups, 1, inside)
     removal = (weight - spread * step).square() / (variance + spread.square() / schur)
-    gain = (state.admissions().reshape(groups, outside, 1) - removal).flatten()
+    gain = state.admissions().reshape(groups, outside, 1) - removal
+    gain = gain.masked_fill(~independent(state.schur, hessian, state.rest).reshape(groups, outside, 1), 0).flatten()
     best = int(gain.argmax())
     group, pair = divmod(best, inside * outside)
     enter, leave = divmod(pair, inside)

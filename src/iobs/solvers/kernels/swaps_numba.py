@@ -12,10 +12,22 @@ Integers = NDArray[np.int64]
 
 @njit(nogil=True, cache=True)
 def best_swap(
-    inverse: Floats, spread: Floats, schur: Floats, gradient: Floats, weight: Floats, inside: int, outside: int
+    rest: Integers,
+    inverse: Floats,
+    spread: Floats,
+    schur: Floats,
+    gradient: Floats,
+    weight: Floats,
+    hessian: Floats,
+    inside: int,
+    outside: int,
 ) -> tuple[float, int, int]:
     """Best swap, by falling gain of admission: stop once that gain alone is not above the best swap."""
-    admission = gradient * gradient / schur
+    admission = np.zeros_like(schur)
+    least_schur = 4 * np.finfo(schur.dtype).eps  # relative, as `swaps.independent`
+    for q in range(rest.size):
+        if schur[q] > least_schur * hessian[rest[q], rest[q]]:
+            admission[q] = gradient[q] * gradient[q] / schur[q]
     best, leave, enter = 0.0, 0, 0
     variance = np.diag(inverse).copy()
     for q in np.argsort(-admission, kind="mergesort"):
@@ -131,7 +143,7 @@ def swap_until_optimal(
     """`swaps.swap_until_optimal` on one row, in place."""
     made = 0
     while made < limit:
-        gain, leave, enter = best_swap(inverse, spread, schur, gradient, weight, inside, outside)
+        gain, leave, enter = best_swap(rest, inverse, spread, schur, gradient, weight, hessian, inside, outside)
         if not gain > tolerance:
             break
         make_swap(support, rest, inverse, spread, schur, gradient, weight, hessian, leave, enter)
