@@ -147,6 +147,13 @@ def test_wide_groups_are_proved_by_bounds_of_sets(removed, coupling):
     assert tuple((~proof.kept).nonzero().flatten().tolist()) == sets[int(costs.argmin())]
 
 
+def test_bound_of_groups_of_dead_inputs_is_zero():
+    """Such groups cost nothing; a bound that is no number would drop the set from the proof."""
+    inverse, energy = np.eye(12), np.diag([0.0] * 9 + [1.0] * 3)
+    bounds = lower_bounds(inverse, energy, 3, np.array([[0, 1, 2], [0, 1, 3]]))
+    assert bounds == pytest.approx([0.0, 3.0])
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_greedy_removal_equals_the_slow_reference(pattern):
     problem = correlated_problem(4, 12)

@@ -297,9 +297,10 @@ def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Arr
         chains = flat.transpose(1, 0, 2) @ turned.transpose(1, 2, 0)  # by h, g and k
         moments[3] += ((inner @ chains.reshape(groups**2, groups)) * member).sum(1)
     zeroth, first, second, third = moments
+    first = np.maximum(first, 1e-300)  # groups of dead inputs have no energy: their bound is 0
     simple = zeroth**2 / first  # the best a without b
     spread = first * third - second**2
-    more = (zeroth * second - first**2) ** 2 / (first * np.maximum(spread, 1e-300))  # what b adds
+    more = (zeroth * second - first**2) ** 2 / first / np.maximum(spread, 1e-300)  # what b adds
     bounds: Array = np.where(spread > _ROUNDING * first * third, simple + more, simple) * (1 - _ROUNDING)
     return bounds
 
