@@ -16,3 +16,8 @@ def test_help_of_the_command_line_imports_no_torch():
     )
     found = run(code + "print('torch' in sys.modules, 'numpy' in sys.modules)")
     assert found.stdout.rstrip().endswith("False False"), found.stdout + found.stderr
+
+
+def test_rooms_that_pages_name_need_no_import_of_their_own():
+    found = run("import iobs; print(iobs.solvers.solve_many.__name__, iobs.models.load.__name__)")
+    assert found.stdout.split() == ["solve_many", "load"], found.stderr

@@ -132,6 +132,8 @@ _MODULES = {
     "errors": "iobs.errors",
     "objectives": "iobs.optimize.objectives",
     "transformers": "iobs.transformers",
+    # Rooms whose functions pages name by their place, as `iobs.solvers.solve_many`.
+    **{name: f"iobs.{name}" for name in ("data", "evaluate", "exports", "inference", "models", "pruning", "solvers")},
 }
 
 
