@@ -282,6 +282,9 @@ def test_half_precision_is_rounded_once(dtype):
     found = iobs.solve(half, iobs.Grid(4))
     wide = iobs.solve(half.to(torch.float32), iobs.Grid(4))
     assert torch.equal(found.weight, wide.weight.to(dtype))
+    spread = over_columns(found.stats["scales"], iobs.Grid(4), 16)
+    codes = (found.weight.float() / spread).round()
+    assert torch.equal((codes * spread).to(dtype), found.weight)
 
 
 @pytest.mark.parametrize(

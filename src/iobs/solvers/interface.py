@@ -210,7 +210,8 @@ def _finished(
     stats = {**solution.stats, "damping": damping, "dead_columns": 0 if dead is None else int(dead.sum())}
     weight = solution.weight if unit == 1 else solution.weight * unit
     if "scales" in stats:  # of values on a grid, in the units of the weights
-        stats["scales"] = (stats["scales"] * unit).to(quadratic.dtype)
+        # Scales stay wider than weights of half precision, which are then products that are rounded once.
+        stats["scales"] = (stats["scales"] * unit).to(torch.promote_types(quadratic.dtype, torch.float32))
     if "bound" in stats:  # of the loss, in the units of the weights and of the Hessian
         stats["bound"] = stats["bound"] * unit**2 * _power(_mean_curvature(quadratic))
     if "penalty" in stats:  # of the l1 norm, which has the units of the weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from iobs.solvers.families import ENTRIES, GRID_SOLVERS, SOLVERS, UNIT_SOLVERS, 
 from iobs.solvers.gridded.baselines import GPTQ
 from iobs.solvers.gridded.search import GridSearch
 
+_S = TypeVar("_S")
 _INSTANCES = tuple(kind for kind in GRID_SOLVERS.values() if isinstance(kind, type))
 
 
@@ -91,7 +93,7 @@ def solver_for(solver: str | Solver, pattern: Pattern) -> str | Solver:
     return solver
 
 
-def solver_without_grid(solver: str | Solver) -> str | Solver:
+def solver_without_grid(solver: _S) -> _S | ADMM:
     """The solver for the same layer with free values: `ADMM` in place of a solver that only grids have."""
     named = isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys()
     return ADMM("fast") if named or isinstance(solver, _INSTANCES) else solver
