@@ -15,6 +15,7 @@ import torch
 torch.set_num_threads(1)
 
 _STARTED = pytest.StashKey[float]()
+_FIRST = ("test_floors.py", "test_limits.py")  # under a limit of time
 
 
 def pytest_addoption(parser):
@@ -23,9 +24,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mix the files under a limit of time, so that what is left out is a part of every room and not the last rooms."""
+    """Mix the files under a limit of time, so that what is left out is a part of every room and not the last rooms.
+
+    The quick tests of the order of rooms and of the sizes of files come first: they are never left out.
+    """
     if config.getoption("--minutes") is not None:
-        items.sort(key=lambda item: hashlib.sha256(item.path.name.encode()).digest())
+        items.sort(key=lambda item: (item.path.name not in _FIRST, hashlib.sha256(item.path.name.encode()).digest()))
 
 
 def pytest_collection_finish(session):

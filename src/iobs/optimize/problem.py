@@ -12,7 +12,6 @@ from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
-from iobs.optimize.refit.newton import refitted
 
 DENSE_LIMIT = 4096  # most coordinates for which a d x d array is formed
 _EXACT_SCALE = 64  # most variables for which d Hessian products for an exact diagonal are cheap
@@ -75,19 +74,10 @@ class Problem:
         """sqrt(diag H) at zero (d,), 1 where H_jj is zero: theta * scale does not depend on units of columns."""
         if isinstance(self.objective, TorchObjective) and self.dimension > _EXACT_SCALE:
             return _equilibrated(self.objective)
-        return self._scale_at(np.zeros(self.dimension))
+        return self.scale_at(np.zeros(self.dimension))
 
-    @cached_property
-    def fitted_scale(self) -> Array:
-        """sqrt(diag H) at the fit of the forced coordinates (d,), in place of zero.
-
-        With a log link a constant of -20 makes H smaller by e^-20 than at zero, as where counts have large exposures.
-        """
-        if self.objective.quadratic or not self.forced.size or isinstance(self.objective, TorchObjective):
-            return self.scale
-        return self._scale_at(refitted(self.objective, self.forced))
-
-    def _scale_at(self, theta: Array) -> Array:
+    def scale_at(self, theta: Array) -> Array:
+        """sqrt(diag H) at theta (d,), 1 where H_jj is zero or infinite."""
         diagonal = self.objective.hessian_diagonal(theta)
         usable = (diagonal > 0) & np.isfinite(diagonal)
         return np.asarray(np.sqrt(np.where(usable, diagonal, 1.0)))

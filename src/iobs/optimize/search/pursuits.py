@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.linalg.lapack import dposv
 
+from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.fit import Fit
@@ -132,8 +133,19 @@ def solved(problem: Problem, fit: Fit) -> bool:
     return (
         slope <= _SHRUNK * problem.first_slope
         and _vanishes(fit, problem.scale, tolerance)
-        and _vanishes(fit, problem.fitted_scale, tolerance)
+        and _vanishes(fit, _fitted_scale(problem), tolerance)
     )
+
+
+def _fitted_scale(problem: Problem) -> Array:
+    """sqrt(diag H) at the fit of the forced coordinates (d,), in place of zero.
+
+    With a log link a constant of -20 makes H smaller by e^-20 than at zero, as where counts have large exposures.
+    """
+    objective = problem.objective
+    if objective.quadratic or not problem.forced.size or isinstance(objective, TorchObjective):
+        return problem.scale
+    return problem.scale_at(refitted(objective, problem.forced))
 
 
 def _vanishes(fit: Fit, scale: Array, tolerance: float) -> bool:
