@@ -148,7 +148,7 @@ def test_wide_groups_are_proved_by_bounds_of_sets(removed, coupling):
 
 
 def test_bound_of_groups_of_dead_inputs_is_zero():
-    """Such groups cost nothing; a bound that is no number would drop the set from the proof."""
+    """The bound of groups that cost nothing; if it were no number, the proof would drop the set."""
     inverse, energy = np.eye(12), np.diag([0.0] * 9 + [1.0] * 3)
     bounds = lower_bounds(inverse, energy, 3, np.array([[0, 1, 2], [0, 1, 3]]))
     assert bounds == pytest.approx([0.0, 3.0])

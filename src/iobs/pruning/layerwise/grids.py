@@ -22,6 +22,7 @@ from iobs.solvers.gridded.baselines import GPTQ
 from iobs.solvers.gridded.search import GridSearch
 
 _S = TypeVar("_S")
+_FOR_GRIDS_ALONE = GRID_SOLVERS.keys() - SOLVERS.keys()
 _INSTANCES = tuple(kind for kind in GRID_SOLVERS.values() if isinstance(kind, type))
 
 
@@ -36,7 +37,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
         if isinstance(pattern, Budget):
             pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
-            if isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys():
+            if isinstance(solver, str) and solver in _FOR_GRIDS_ALONE:
                 raise ProblemError(
                     f"The solver {solver!r} puts weights on a grid, and the pattern {pattern} of {layer.name!r} has "
                     "none; give a pattern & iobs.Grid(4)."
@@ -95,7 +96,7 @@ def solver_for(solver: str | Solver, pattern: Pattern) -> str | Solver:
 
 def solver_without_grid(solver: _S) -> _S | ADMM:
     """The solver for the same layer with free values: `ADMM` in place of a solver that only grids have."""
-    named = isinstance(solver, str) and solver in GRID_SOLVERS.keys() - SOLVERS.keys()
+    named = isinstance(solver, str) and solver in _FOR_GRIDS_ALONE
     return ADMM("fast") if named or isinstance(solver, _INSTANCES) else solver
 
 

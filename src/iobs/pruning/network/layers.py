@@ -251,7 +251,7 @@ def joined(path: str, parameter: str) -> str:
 def _map_of(path: str, module: nn.Module, transposed: bool) -> list[Layer]:
     """The weight of a linear map or a convolution.
 
-    None if it is recomputed from other parameters in every forward pass, quantised, or without entries.
+    Empty if it is recomputed from other parameters in every forward pass, quantised, or without entries.
     """
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or not holds_weights(weight) or not weight.numel():
