@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -43,8 +45,9 @@ def packed(tmp_path_factory):
 
 
 @pytest.fixture
-def classifier(tmp_path):
-    """A file with a network and its data."""
+def classifier(tmp_path, monkeypatch):
+    """A file with a network and its data. Python keeps no compiled form beside it: tests compare what a run leaves."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\nfrom torch import nn\n\n"
