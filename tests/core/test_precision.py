@@ -67,6 +67,17 @@ def test_the_settings_of_the_user_come_back_after_an_error(user):
     assert settings() == user
 
 
+def test_the_settings_of_the_user_come_back_when_the_last_thread_ends(user):
+    """The settings are those of the process, so that a thread which ends first leaves them to the other."""
+    first, second = full_precision(), full_precision()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings() == FULL
+    second.__exit__(None, None, None)
+    assert settings() == user
+
+
 class Noting(nn.Module):
     """A linear layer that notes the settings at every call."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,36 +14,46 @@ from torch import nn
 
 _Setting = tuple[Callable[[], object], Callable[..., object], object]  # how to read and write it, its full precision
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")  # kinds of products, from torch 2.9 on
-_of_user: list[object] | None = None  # the settings outside of all `full_precision`; None there
+_lock = threading.Lock()
+_depth = 0  # of `full_precision`, in all threads together: the settings are those of the process
+_of_user: list[object] = []  # the settings outside of all `full_precision`, while there is one
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute products and convolutions of float32 in float32, whatever the user allows; restored on exit.
+    """Compute products and convolutions of float32 in float32, whatever the user allows; the last exit restores that.
 
     A GPU otherwise rounds their inputs to 10 bits (TF32): in convolutions by default, in products if the user asks for
     it. Gram matrices, inverses and comparisons of networks need all bits.
     """
-    global _of_user
-    before, outer = _read(), _of_user
-    _of_user = before if outer is None else outer
+    global _depth, _of_user
+    with _lock:
+        if not _depth:
+            _of_user = _read()
+            _write([full for _, _, full in _settings()], _of_user)
+        _depth += 1
     try:
-        _write([full for _, _, full in _settings()], before)
         yield
     finally:
-        _write(before, before)
-        _of_user = outer
+        with _lock:
+            _depth -= 1
+            if not _depth:
+                _write(_of_user, _of_user)
 
 
 @contextmanager
 def precision_of_user() -> Iterator[None]:
     """The user's own precision again inside `full_precision`, to time a network as it is used; restored on exit."""
-    before, asked = _read(), _of_user
+    global _depth
+    with _lock:
+        before, depth, _depth = _read(), _depth, 0
+        _write(_of_user if depth else before, before)
     try:
-        _write(before if asked is None else asked, before)
         yield
     finally:
-        _write(before, before)
+        with _lock:
+            _write(before, before)
+            _depth += depth
 
 
 @cache
