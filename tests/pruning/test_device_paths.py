@@ -16,7 +16,7 @@ from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import fitting, walk
+from iobs.pruning.reconstruction import fitting, network_fit
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.solvers import REFINEMENTS, SOLVERS
@@ -127,7 +127,7 @@ class StopsInNetworkSteps(iobs.Callback):
 def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_path, streams, monkeypatch):
     families.saved("llama", tmp_path / "model")
     fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=2, network_lr=1e-4)
-    monkeypatch.setattr(walk, "StepCheckpoint", partial(StepCheckpoint, every=1))
+    monkeypatch.setattr(network_fit, "StepCheckpoint", partial(StepCheckpoint, every=1))
 
     def run(place, **options):
         with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
