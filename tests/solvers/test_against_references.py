@@ -1,6 +1,8 @@
 """Solvers compared with slow transcriptions of their definitions."""
 
+import inspect
 import math
+import sys
 from itertools import combinations
 
 import pytest
@@ -147,6 +149,24 @@ def test_exact_is_optimal_if_inputs_depend_on_each_other(kind):
             part = inputs[:, chosen]
             best = min(best, float((part @ torch.linalg.pinv(part) @ inputs @ target - inputs @ target).norm()))
         assert float((inputs @ (found - target)).norm()) <= best + 1e-4 * float((inputs @ target).norm())
+
+
+def test_exact_refuses_more_columns_than_a_path_can_hold_before_any_work(monkeypatch):
+    monkeypatch.setattr("iobs.solvers.exact.best_support", lambda *_: pytest.fail("the work began"))
+    problem = iobs.Quadratic.at(torch.ones(1, 1025), torch.eye(1025))
+    with pytest.raises(iobs.errors.ProblemError, match=r'1,025 columns.*at most 1,024.*budget="best"'):
+        iobs.solve(problem, iobs.Unstructured(0.5), "exact")
+
+
+def test_exact_searches_deeper_than_calls_can_be_nested():
+    """The first branch removes 250 of 300 variables."""
+    problem, before = iobs.Quadratic.at(torch.randn(1, 300), torch.eye(300)), sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 150)
+    try:
+        with pytest.raises(iobs.errors.ProblemError, match="more than 400 nodes"):
+            iobs.solve(problem, iobs.Unstructured(keep=50, per="row"), "exact", limit=400)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_exact_raises_with_advice_if_limit_is_reached():

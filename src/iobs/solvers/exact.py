@@ -6,7 +6,7 @@ much as removing any one of them alone. So r further removals cost at least the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from iobs.solvers.options import require_whole
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
+_MOST_COLUMNS = 1024  # a path through the tree holds up to this many matrices of (columns, columns)
+
 
 @dataclass(frozen=True)
 class Exact:
@@ -31,7 +33,8 @@ class Exact:
         limit: largest number of nodes of one row's search tree.
 
     Raises:
-        ProblemError: `limit` is not a positive whole number, or, when called, a row needs more nodes.
+        ProblemError: `limit` is not a positive whole number, or, when called, a row needs more nodes, or the problem
+            has more than 1,024 columns.
     """
 
     limit: int = 200_000
@@ -43,6 +46,11 @@ class Exact:
         """The optimal support of every row; if rows share one count, also the optimal number of entries in each row."""
         groups = pattern.groups(problem.shape)
         d = problem.shape[1]
+        if d > _MOST_COLUMNS:
+            raise ProblemError(
+                f'The matrix has {d:,} columns; solver="exact" proves rows of a few dozen, and takes at most '
+                f'{_MOST_COLUMNS:,}. Use solver="admm" with budget="best".'
+            )
         inverse = linalg.inverse(problem.matrix.double()).cpu().numpy()
         centres = problem.linear.double().cpu().numpy() @ inverse
         if groups.size > d:
@@ -91,9 +99,28 @@ def best_support(inverse: Array, centre: Array, groups: Partition, limit: int) -
     """
     search = _Search(groups.size, limit)
     quota = np.full(centre.size // groups.size, groups.size - groups.keep)
-    search.visit(inverse.copy(), centre.copy(), 0.0, np.zeros(centre.size, np.bool_), quota)
+    search.run(_Node(inverse.copy(), centre.copy(), 0.0, np.zeros(centre.size, np.bool_), quota))
     assert search.support is not None
     return search.loss, search.support
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node: the variables of a row that remain, and the removals left.
+
+    Attributes:
+        inverse: (d, d) inverse Hessian of the remaining variables, zero elsewhere.
+        centre: (d,) minimiser on the remaining variables, zero elsewhere.
+        loss: added by the removals so far.
+        fixed: boolean (d,), variables that are removed or must stay.
+        quota: (groups,), removals left in each group.
+    """
+
+    inverse: Array
+    centre: Array
+    loss: float
+    fixed: Bools
+    quota: NDArray[np.int64]
 
 
 class _Search:
@@ -111,42 +138,41 @@ class _Search:
         self.loss = np.inf
         self.support: Bools | None = None
 
-    def visit(self, inverse: Array, centre: Array, loss: float, fixed: Bools, quota: NDArray[np.int64]) -> None:
-        """Search below a node.
+    def run(self, root: _Node) -> None:
+        """Search below a node. Open nodes are on a stack: a path has up to one node for each column."""
+        opened = [root]
+        while opened:
+            self.nodes += 1
+            if self.nodes > self.limit:
+                raise ProblemError(
+                    f"Proving the optimum of {root.centre.size} columns needs more than {self.limit} nodes; "
+                    'use solver="admm" with budget="best", or raise limit=.'
+                )
+            opened += self._below(opened.pop())
 
-        Args:
-            inverse: (d, d) inverse Hessian of the remaining variables, zero elsewhere.
-            centre: (d,) minimiser on the remaining variables, zero elsewhere.
-            loss: added by the removals so far.
-            fixed: boolean (d,), variables that are removed or must stay.
-            quota: (groups,), removals left in each group.
-        """
-        self.nodes += 1
-        if self.nodes > self.limit:
-            raise ProblemError(
-                f"Proving the optimum of {centre.size} columns needs more than {self.limit} nodes; "
-                'use solver="admm" with budget="best", or raise limit=.'
-            )
-        if not quota.any():
-            if loss < self.loss:
-                self.loss, self.support = loss, np.diag(inverse) > 0
-            return
-        fixed = fixed | np.repeat(quota == 0, self.of)
-        diagonal = np.where(fixed, 1.0, np.diag(inverse))
-        cost = np.where(fixed, np.inf, 0.5 * centre**2 / diagonal)
+    def _below(self, node: _Node) -> tuple[_Node, ...]:
+        """The two nodes below one, that of the removal last; none below a leaf, or where none can be better."""
+        if not node.quota.any():
+            if node.loss < self.loss:
+                self.loss, self.support = node.loss, np.diag(node.inverse) > 0
+            return ()
+        fixed = node.fixed | np.repeat(node.quota == 0, self.of)
+        diagonal = np.where(fixed, 1.0, np.diag(node.inverse))
+        cost = np.where(fixed, np.inf, 0.5 * node.centre**2 / diagonal)
         # The quota-th cheapest removal of a group is a lower bound on the loss that its removals add.
-        bounds = np.sort(cost.reshape(-1, self.of), axis=1)[quota > 0, quota[quota > 0] - 1]
-        if loss + bounds.max() >= self.loss:
-            return
+        left = node.quota > 0
+        bounds = np.sort(cost.reshape(-1, self.of), axis=1)[left, node.quota[left] - 1]
+        if node.loss + bounds.max() >= self.loss:
+            return ()
         cheapest = int(cost.argmin())
-        column = inverse[:, cheapest]
-        smaller = inverse - np.outer(column, column) / column[cheapest]
+        column = node.inverse[:, cheapest]
+        smaller = node.inverse - np.outer(column, column) / column[cheapest]
         smaller[cheapest] = smaller[:, cheapest] = 0.0
-        moved = centre - column * (centre[cheapest] / column[cheapest])
+        moved = node.centre - column * (node.centre[cheapest] / column[cheapest])
         moved[cheapest] = 0.0
         gone = fixed.copy()
         gone[cheapest] = True
-        fewer = quota.copy()
+        fewer = node.quota.copy()
         fewer[cheapest // self.of] -= 1
-        self.visit(smaller, moved, loss + cost[cheapest], gone, fewer)
-        self.visit(inverse, centre, loss, gone, quota)
+        kept = replace(node, fixed=gone)
+        return kept, _Node(smaller, moved, node.loss + float(cost[cheapest]), gone, fewer)
