@@ -33,7 +33,7 @@ from iobs.pruning.structure.expected import Expected, can_copy
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
-from iobs.pruning.structure.widths import Widths, configure
+from iobs.pruning.structure.widths import Widths, check_of_counts, configure
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, WidthRecord
 from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import Products
@@ -69,6 +69,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
         units = find_units(store, collected, asked, callbacks)
         sites, form, loadable, dense = units.sites, units.form, units.loadable, units.dense
         refitted = sites.sites if asked.recipe.refits_biases else ()
+        require_counts = check_of_counts(model, form, sites.sites, bool(refitted)) if loadable else None
         with _added_biases(model, refitted, sites, form, loadable) as added:
             selection = store.checked(collected, readers_and_refitted(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
@@ -84,6 +85,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
                 sites,
                 tied,
                 units.offered,
+                require_counts,
             )
             work = Workspace.of(store, request, selection, collected, callbacks, frozen)
             report = run(work, ends=False)

@@ -53,6 +53,7 @@ class Request:
         sites: the units that layers read, if whole units are removed.
         tied: names of sites that keep equal numbers of units.
         offered: numbers of units, by name of the site, for sites that cannot keep every number.
+        require_counts: raises if the model's class cannot have some numbers of units, by name of the site.
     """
 
     recipe: Recipe
@@ -64,6 +65,7 @@ class Request:
     sites: SitesOfLayers = field(default_factory=SitesOfLayers)
     tied: tuple[tuple[str, ...], ...] = ()
     offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    require_counts: Callable[[Mapping[str, int]], None] | None = None
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""

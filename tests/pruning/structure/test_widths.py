@@ -287,6 +287,23 @@ def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(
     refused(model, data[0], ModelError, message, monkeypatch)
 
 
+def test_a_chosen_width_that_makes_a_shortcut_needless_is_refused_before_a_layer_is_solved():
+    """Of more than 128 channels not every width is tried alone."""
+
+    class NoLayer(iobs.Callback):
+        def on_layer(self, *_):
+            pytest.fail("a layer was solved")
+
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=132, hidden_sizes=[96, 48], depths=[1, 1], layer_type="basic")
+    model = ResNetForImageClassification(config).eval()
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    asked = iobs.Structured(1 - 96.7 / 132, units="stream")  # 96 channels are kept, as many as the block writes
+    with pytest.raises(ModelError, match=r"shortcut\S+ .*ask for a slightly larger share"):
+        iobs.prune(model, [batch], asked, "one-shot", holdout=0, callbacks=[NoLayer()])
+    assert config.embedding_size == 132
+
+
 def test_infinite_values_of_a_configuration_are_read_again():
     """Hybrids of attention and Mamba limit time steps to (0, inf), which transformers writes in its own form."""
     config = BambaConfig(

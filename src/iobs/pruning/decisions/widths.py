@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
-from iobs.errors import PatternError
+from iobs.errors import ModelError, PatternError
 from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
@@ -44,6 +45,8 @@ def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, P
 
     found = work.checkpoint.remembered("allocation", planned)
     widths, chosen = found["widths"], found["chosen"]
+    if work.request.require_counts is not None:
+        _require_counts(work.request.require_counts, widths)  # a width alone was tried before, all of them were not
     work.decided = replace(work.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}})
     plan: dict[Layer, Pattern] = {}
     for layer, one in work.request.patterns.items():
@@ -56,6 +59,21 @@ def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, P
         else:
             plan[layer] = replace(one, keep=widths[own[0].name], sparsity=None, multiple_of=1)
     return plan, [allocation_record(record) for record in found["records"]]
+
+
+def _require_counts(require: Callable[[Mapping[str, int]], None], widths: Mapping[str, int]) -> None:
+    """Check before any layer is solved that the model's class can have the widths together.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    try:
+        require(widths)
+    except ModelError as error:
+        raise ModelError(
+            f"{error} The widths that fit this share cannot be loaded: ask for a slightly larger share, or for "
+            "multiple_of=8; with uniform=False the network can be exported."
+        ) from error
 
 
 def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list[AllocationRecord], Curves]:

@@ -8,7 +8,7 @@ changed configuration, and the shapes that change are compared with those that a
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -150,15 +150,35 @@ def require_together(model: nn.Module, widths: Widths, sites: Sequence[Site], sh
     Raises:
         ModelError: it cannot.
     """
-    if not is_configured(model):
-        return
     groups = {name: group for group in widths.groups for name in group.sites}
     counts = {site.name: _fewer(groups[site.name], site.count, share) for site in sites}
-    expected = shapes_of(model)
-    for site in sites:
-        expected = narrowed(expected, [site], counts[site.name])
+    check_of_counts(model, widths, sites, biases)(counts)
+
+
+def check_of_counts(
+    model: nn.Module, widths: Widths, sites: Sequence[Site], biases: bool
+) -> Callable[[Mapping[str, int]], None]:
+    """A function that raises `ModelError` if the model's class cannot have some numbers of units, by name of the site.
+
+    Args:
+        model: unchanged; later changes of its parameters do not matter.
+        widths: of the model.
+        sites: those that the class can have narrower.
+        biases: as in `require_together`.
+    """
+    if not is_configured(model):
+        return lambda counts: None
+    before = shapes_of(model)
     named = [name for group in widths.groups if biases and group.bias is not None for name in group.sites]
-    _require_shapes(model, expected, _configured(model, widths, counts, named)[2])
+
+    def require(counts: Mapping[str, int]) -> None:
+        expected = before
+        for site in sites:
+            expected = narrowed(expected, [site], counts.get(site.name, site.count))
+        fewer = {site.name: counts[site.name] for site in sites if counts.get(site.name, site.count) < site.count}
+        _require_shapes(model, expected, _configured(model, widths, fewer, named)[2])
+
+    return require
 
 
 def _fewer(width: Width, count: int, share: float) -> int:
