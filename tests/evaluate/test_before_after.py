@@ -64,11 +64,11 @@ def test_text_is_continued_by_both_models():
 
 
 def test_slow_models_continue_for_fewer_tokens(monkeypatch):
-    now, calls = [0.0], []
+    now, calls, seconds = [0.0], [], [1.0]
 
     class Slow(torch.nn.Embedding):
         def forward(self, input_ids):
-            now[0] += 1.0
+            now[0] += seconds[0]
             calls.append(input_ids.shape[1])
             return super().forward(input_ids)
 
@@ -76,6 +76,9 @@ def test_slow_models_continue_for_fewer_tokens(monkeypatch):
     shown = BeforeAfter([{"input_ids": torch.arange(48).view(2, 24)}], SimpleNamespace(decode=in_numbers))
     shown.on_start(Slow(48, 48), [], 1)
     assert calls == [24, 25, 26, 27, 28] * 2  # ten seconds for two texts
+    seconds[0] = 0.0
+    shown.on_start(Slow(48, 48), [], 1)  # another run, of a fast model
+    assert [len(one.split()) for one in shown._dense] == [40, 40]
 
 
 def test_pictures_with_a_text_that_cannot_be_decoded_are_shown():

@@ -46,6 +46,7 @@ class BeforeAfter(Callback):
     def on_start(self, model: nn.Module, layers: Sequence[str], rounds: int) -> None:
         """Store the outputs of the dense model."""
         self._model = None if any(parameter.is_meta for parameter in model.parameters()) else model
+        self._length = 0  # of another run, whose models may be slower
         self._dense = self._outputs()
 
     def on_end(self, report: Report) -> None:
