@@ -46,6 +46,14 @@ def test_trials_figure_labels_n_of_m_points():
     assert "2:4" in words(curves.trials_figure(trials, 8.5))
 
 
+@pytest.mark.parametrize(("value", "shown"), [(float("inf"), "inf"), (float("nan"), "nan")])
+def test_scores_that_are_not_finite_are_written_beside_their_bars(value, shown):
+    scores = {"dense": {"perplexity": 3.0}, "broken": {"perplexity": value}, "good": {"perplexity": 5.0}}
+    drawn = plots.comparison(scores, "perplexity")
+    assert {shown, "5.000"} <= {*words(drawn)}
+    assert drawn.count(plots.GREEN) == 1
+
+
 def test_plots_label_logarithmic_axes_in_plain_text():
     made = make_report()
     made.best.layers[0].error_dense = 1e-3

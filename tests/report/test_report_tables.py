@@ -1,6 +1,7 @@
 """Tables and numbers of a report as text."""
 
 import io
+import math
 import re
 
 import pytest
@@ -47,6 +48,15 @@ def test_best_of_knows_the_direction_of_metrics():
     assert tables.best_of(lm_eval, "wikitext/bits_per_byte") == "I-OBS"
     assert tables.best_of({"dense": {"accuracy": 1.0}, "pruned": {"accuracy": 1.0}}, "accuracy") is None
     assert tables.best_of(SCORES, "seconds") is None
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "accuracy"])
+@pytest.mark.parametrize("first", [math.nan, 5.0])
+def test_score_that_is_no_number_is_never_the_best(metric, first):
+    other = 5.0 if math.isnan(first) else math.nan
+    scores = {"dense": {metric: 3.0}, "one": {metric: first}, "other": {metric: other}}
+    assert tables.best_of(scores, metric) == ("other" if math.isnan(first) else "one")
+    assert tables.best_of({**scores, "one": {metric: math.nan}, "other": {metric: math.nan}}, metric) is None
 
 
 def test_short_names_drop_common_parts():

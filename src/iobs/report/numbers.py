@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias, cast
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
@@ -54,6 +54,12 @@ def size(count: float) -> str:
 def higher_is_better(metric: str) -> bool:
     """Check that larger values of a metric are better."""
     return not any(word in metric for word in _LESS_IS_BETTER)
+
+
+def best_name(values: Mapping[str, float], metric: str) -> str | None:
+    """The name with the best value of a metric; NaN is never the best."""
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    return (max if higher_is_better(metric) else min)(known, key=lambda name: known[name], default=None)
 
 
 def to_json(value: object) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from iobs.pruning.report import Report
-from iobs.report.numbers import higher_is_better, score
+from iobs.report.numbers import best_name, higher_is_better, score
 from iobs.report.tables import mean_error, round_name
 
 if TYPE_CHECKING:
@@ -160,15 +160,14 @@ def rounds(report: Report) -> Figure:
 def comparison(scores: dict[str, dict[str, float]], metric: str) -> Figure:
     """Bar chart of one metric over methods; the dense network is grey, the best method green."""
     entries = {name: values[metric] for name, values in scores.items() if metric in values}
-    best = (max if higher_is_better(metric) else min)(
-        (name for name in entries if name != "dense"), key=lambda name: entries[name], default=""
-    )
+    best = best_name({name: value for name, value in entries.items() if name != "dense"}, metric)
     figure, (axes,) = figure_of(0.9 + 0.42 * len(entries))
     positions = range(len(entries))
     colours = [GREY if name == "dense" else GREEN if name == best else BLUE for name in entries]
-    axes.barh(positions, list(entries.values()), color=colours, height=0.66)
-    for position, value in zip(positions, entries.values(), strict=True):
-        axes.annotate(score(value), (value, position), xytext=(4, 0), textcoords="offset points", va="center")
+    lengths = [value if math.isfinite(value) else 0.0 for value in entries.values()]
+    axes.barh(positions, lengths, color=colours, height=0.66)
+    for position, length, value in zip(positions, lengths, entries.values(), strict=True):
+        axes.annotate(score(value), (length, position), xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(positions, list(entries))
     axes.invert_yaxis()
     axes.margins(x=0.16)

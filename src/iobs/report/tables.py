@@ -9,7 +9,7 @@ from rich.text import Text
 from iobs.core.wording import plural
 from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.numbers import duration, higher_is_better, percent, score, significant, size
+from iobs.report.numbers import best_name, duration, percent, score, significant, size
 
 # Entries among the scores that are counts, not metrics.
 COUNTS = ("tokens", "samples")
@@ -151,7 +151,7 @@ def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:
     entries = {name: values[metric] for name, values in scores.items() if name != "dense" and metric in values}
     if len(entries) < 2 or metric == "seconds":
         return None
-    return (max if higher_is_better(metric) else min)(entries, key=lambda name: entries[name])
+    return best_name(entries, metric)
 
 
 def round_name(record: RoundRecord) -> str:
