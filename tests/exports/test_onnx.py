@@ -132,6 +132,27 @@ def test_encoder_is_traced_without_a_word(tmp_path):
     assert said == ["Writing onnx. For a large model this takes minutes."]
 
 
+class WithLoss(nn.Module):
+    """A classifier that returns its loss before its logits if there are labels."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.layer, self.named = nn.Linear(4, 3), named
+
+    def forward(self, sample, labels=None):
+        found = self.layer(sample)
+        loss = nn.functional.cross_entropy(found, labels)
+        return {"loss": loss, "logits": found} if self.named else (loss, found)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_logits_are_written_where_labels_give_a_loss(tmp_path, named):
+    model, sample, labels = WithLoss(named), torch.randn(3, 4), torch.tensor([0, 2, 1])
+    iobs.export(model, tmp_path / "out", "onnx", example={"sample": sample, "labels": labels})
+    found = outputs(tmp_path / "out", sample=sample, labels=labels)
+    assert torch.allclose(found, model.layer(sample), atol=1e-5)
+
+
 def test_several_inputs_by_name_or_position(tmp_path):
     class Both(nn.Module):
         def __init__(self):

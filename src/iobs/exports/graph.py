@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ModelError
 from iobs.exports.source import Example, Source, is_pretrained
+from iobs.pruning.samples.outputs import logits
 
 _TOKENS = 8  # of the example of a language model; other lengths work too
 
@@ -38,14 +39,12 @@ class Graph(nn.Module):
         self.fixed = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """The first output of the model for these inputs."""
+        """The logits, or the first output that is not the loss, of the model for these inputs."""
         if not self.named:
             found = self.model(*tensors)
         else:
             found = self.model(**dict(zip(self.names, tensors, strict=True)), **self.fixed)
-        while not isinstance(found, Tensor):
-            found = next(iter(found.values() if isinstance(found, Mapping) else found))
-        return found
+        return logits(found)
 
 
 def inputs_of(source: Source) -> Inputs:

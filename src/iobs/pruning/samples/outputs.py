@@ -87,6 +87,8 @@ def _opened(output: object) -> object:
 def logits(output: object) -> Tensor:
     """The logits in a model's output: the entry "logits", otherwise its first tensor that is not the loss.
 
+    The loss is the entry "loss", or a tensor without dimensions before others.
+
     Raises:
         CalibrationError: the output holds no tensor.
     """
@@ -97,9 +99,9 @@ def logits(output: object) -> Tensor:
         if "logits" in output:
             return logits(output["logits"])
         output = tuple(value for key, value in output.items() if key != "loss")
-    for value in output if isinstance(output, (tuple, list)) else ():
-        if isinstance(value, Tensor):
-            return value
+    found = [value for value in output if isinstance(value, Tensor)] if isinstance(output, (tuple, list)) else []
+    if found:
+        return next((value for value in found if value.ndim), found[0])
     raise CalibrationError(
         f"The model returned a {type(output).__name__} without a tensor in it. Return a tensor, or a tuple, a mapping "
         "or a dataclass with one."
