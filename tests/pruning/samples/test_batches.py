@@ -38,6 +38,34 @@ def test_class_axis_follows_integer_targets():
     assert outputs.class_axis(torch.randn(4, 1), (torch.randn(4, 9), torch.zeros(4, dtype=torch.int64))) is None
 
 
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.ones(4, 7, dtype=torch.int64), 7),
+        (torch.ones(4, 7, dtype=torch.bool), 1),
+        (torch.ones(4, 7), 1),
+        ((torch.ones(4, 3, 8, 8), torch.ones(4, 7, dtype=torch.int64)), 1),
+        ({"tokens": torch.ones(4, 7, dtype=torch.int64), "weight": torch.ones(4, 7)}, 7),
+        ({"inputs_embeds": torch.ones(4, 7, 8), "attention_mask": torch.ones(4, 7, dtype=torch.bool)}, 7),
+        ({"input_ids": torch.ones(4, 5, dtype=torch.int64), "labels": torch.ones(4, 7, dtype=torch.int64)}, 7),
+        ({"pixel_values": torch.ones(4, 3, 8, 8), "input_ids": torch.ones(4, 7, dtype=torch.int64)}, 7),
+        ({"pixel_values": torch.ones(4, 3, 8, 8), "labels": torch.full((4, 7), 9)}, 7),  # captions
+        ({"pixel_values": torch.ones(4, 3, 8, 8), "labels": torch.ones(4, 7, dtype=torch.int64)}, 1),  # classes
+        ({"pixel_values": torch.ones(4, 3, 8, 8), "bool_masked_pos": torch.ones(4, 7, dtype=torch.bool)}, 1),
+        ({"pixel_values": torch.ones(4, 3, 8, 8), "boxes": torch.full((4, 7), 9)}, 1),
+    ],
+)
+def test_positions_are_those_of_text(batch, expected):
+    assert batches.positions(batch) == expected
+
+
+def test_logits_are_no_loss():
+    loss, scores = torch.tensor(1.0), torch.randn(4, 3)
+    assert outputs.logits((loss, scores)) is scores
+    assert outputs.logits({"loss": loss, "scores": scores}) is scores
+    assert outputs.logits((loss,)) is loss
+
+
 def test_batches_refuse_nested_tuples():
     data = [((torch.randn(4, 8), torch.randn(4, 8)), torch.zeros(4))]
     with pytest.raises(CalibrationError, match="tuple within a tuple"):

@@ -124,9 +124,27 @@ def is_whole(batch: Batch) -> bool:
 
 
 def positions(batch: Batch) -> int:
-    """Number of positions per sample: its tokens, or 1 if the batch is not text."""
-    rows = (tensor for tensor in tensors(inputs(batch)) if tensor.ndim == 2 and not tensor.is_floating_point())
-    return max((tensor.shape[1] for tensor in rows), default=1)
+    """Number of positions per sample: its tokens, or 1 if the batch is not text.
+
+    Masks of truth values, whole numbers beside pictures, and labels of zeros and ones beside them are no text.
+    """
+    given = inputs(batch)
+    named = given.items() if isinstance(given, Mapping) else [("", given)]
+    pictures = any(one.is_floating_point() and one.ndim > 3 for one in tensors(given))
+    texts = (
+        one.shape[1]
+        for name, value in named
+        for one in (tensors(value) if isinstance(value, _NESTED) else ())
+        if one.ndim == 2 and not one.is_floating_point() and _is_text(name, one, pictures)
+    )
+    return max(texts, default=1)
+
+
+def _is_text(name: str, rows: Tensor, pictures: bool) -> bool:
+    """Check that an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
+    if name == "labels" and pictures:
+        return bool((rows > 1).any())  # captions, not classes
+    return name in _TEXT or (rows.dtype != torch.bool and not pictures)
 
 
 def take(batch: Batch, rows: Tensor) -> Batch:
