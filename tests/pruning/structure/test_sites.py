@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import iobs
 from iobs.errors import ModelError
+from iobs.pruning.structure import trace
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import checked_sites, find_sites, traced_sites
 from iobs.pruning.structure.traced_batches import shortened
@@ -374,3 +375,34 @@ def test_networks_that_cannot_be_traced_are_refused(between, message):
     torch.nn.init.zeros_(model.up.bias)
     with pytest.raises(ModelError, match=rf"Units cannot be found: .*{message}\. Prune entries instead"):
         iobs.prune(model, [ROWS], iobs.Structured(0.25))
+
+
+class Experts(nn.Module):
+    """Eight experts; every token goes to two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)) for _ in range(8))
+
+    def forward(self, x):
+        found, (values, chosen) = torch.zeros_like(x), self.gate(x).softmax(-1).topk(2, -1)
+        for number, expert in enumerate(self.experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                found = found.index_add(0, rows, expert(x[rows]) * values[rows, places, None])
+        return found
+
+
+def test_experts_that_few_samples_reach_are_found_or_refused_with_a_reason(monkeypatch):
+    torch.manual_seed(1)
+    model = Experts().eval()
+    data = torch.randn(12, 6)[:3]
+    called = {f"experts.{one}.2" for one in model.gate(data).topk(2, -1).indices.unique().tolist()}
+    found = checked_sites(model, [data])
+    assert called <= {one.name for one in found.sites}
+    monkeypatch.setattr(trace, "_MOST_PASSES", 1)
+    once = checked_sites(model, [data])
+    missed = {name for name, reason in once.refused.items() if reason.startswith("noise in place of a few samples")}
+    assert missed
+    assert called <= missed | {one.name for one in once.sites}

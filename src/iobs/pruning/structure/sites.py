@@ -18,6 +18,8 @@ from iobs.pruning.structure.traced_batches import shortened
 from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices, common_path
 from iobs.pruning.structure.verification import Verified, verify
 
+_UNSEEN = "noise in place of a few samples does not reach it; more calibration data may"
+
 
 def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
     """Places of a network where units can be removed, in forward order, checked by a removal from a copy.
@@ -39,17 +41,23 @@ def checked_sites(model: nn.Module, given: Sequence[Batch], inner: bool = True) 
         given: short batches, from `traced_batches`.
         inner: as there.
     """
-    sites = _sites(model, given, inner)
-    return with_equal_parts(model, given, sites, verify(model, given, sites))
+    traced = trace(model, given)
+    sites = _sites(model, traced, inner)
+    found = with_equal_parts(model, given, sites, verify(model, given, sites))
+    unseen = {path: _UNSEEN for path in traced.unreached if _mixes_channels(model.get_submodule(path))}
+    return replace(found, refused=found.refused | unseen)
 
 
 def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
     """The sites of `find_sites` before the check, without the attributes that count units."""
-    return _sites(model, [shortened(batch)], inner)
+    return _sites(model, trace(model, [shortened(batch)]), inner)
 
 
-def _sites(model: nn.Module, given: Sequence[Batch], inner: bool) -> list[Site]:
-    traced = trace(model, given)
+def _mixes_channels(module: nn.Module) -> bool:
+    return any(value.ndim > 1 for value in module.parameters(recurse=False))
+
+
+def _sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
     reads = [read for read in traced.reads.values() if read.inputs and read.columns > 1]
     dependencies = Dependencies(traced)
     columns = [dependencies.units(read) for read in reads]

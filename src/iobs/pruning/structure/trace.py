@@ -22,14 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iobs.pruning.network.calls import Argument, factors
+from iobs.pruning.network.calls import Argument, before_calls, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating, keeping_attributes, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
 from iobs.pruning.structure import smooth
 from iobs.pruning.structure.refusals import refused
+from iobs.pruning.structure.traced_batches import callable_modules, called_modules
 
+_MOST_PASSES = 8  # of every batch with new noise
 _MOST_ENTRIES = 2**24  # of a parameter between layers whose entries are told apart
 _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {  # arguments of convolutions after input and weight
@@ -111,33 +113,45 @@ class Trace:
         sources: by full name of the parameter.
         reads: by full name of the weight; with "@" and the axis for a second axis of the same weight.
         outputs: floating-point tensors that the model returned, or whose values it took out of torch.
-        samples: number of samples in the batches.
+        samples: number of samples in the passes.
+        unreached: paths of modules that the batches reach, and the noise does not.
     """
 
     sources: dict[str, Source] = field(default_factory=dict)
     reads: dict[str, Read] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-    samples: int = 1
+    samples: int = 0
+    unreached: list[str] = field(default_factory=list)
 
 
 def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
     """Trace the forward passes of some short batches; the model is unchanged.
 
+    Noise may choose other experts than data do, so passes are repeated until they call the modules that data call.
+
     Raises:
         ModelError: the model takes the batch, but not noise in place of the outputs of its layers.
     """
-    recorder = _Recorder(model)
-    recorder.found.samples = sum(map(batches.size, given))
+    recorder, paths = _Recorder(model), callable_modules(model)
+    called = called_modules(model, given, paths)
+    reached: set[str] = set()
+    values: list[Tensor] = []
     reason = f"{type(model).__name__} does not take noise in place of the outputs of its layers"
     with (
         evaluating(model),
         keeping_buffers(model),
         keeping_attributes(model),
+        before_calls(model, paths, lambda path, *_: reached.add(path)),
         torch.enable_grad(),
         recorder,
         refused(reason),
     ):
-        values = [value for batch in given for value in tensors_of(recorder.passed(model, batch))]
+        for _ in range(_MOST_PASSES):
+            values += [value for batch in given for value in tensors_of(recorder.passed(model, batch))]
+            recorder.found.samples += sum(map(batches.size, given))
+            if reached >= called:
+                break
+    recorder.found.unreached = [path for path in paths if path in called - reached]
     recorder.settle_norms(values)
     recorder.found.outputs = [
         value for value in (*values, *recorder.shown) if value.is_floating_point() and value.requires_grad

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from iobs.errors import is_out_of_memory
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.layers import joined
-from iobs.pruning.network.modes import keeping_buffers
+from iobs.pruning.network.modes import evaluating, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits
@@ -33,7 +33,7 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     Raises:
         CalibrationError: the model returns no tensor.
     """
-    paths = _callable(model)
+    paths = callable_modules(model)
 
     def passed(batch: Batch) -> set[str]:
         new: set[str] = set()
@@ -65,7 +65,17 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     return found
 
 
-def _callable(model: nn.Module) -> list[str]:
+@torch.no_grad()
+def called_modules(model: nn.Module, given: Sequence[Batch], paths: Sequence[str]) -> set[str]:
+    """The modules among those at some paths that a model calls on some batches, in eval mode."""
+    found: set[str] = set()
+    with evaluating(model), keeping_buffers(model), before_calls(model, paths, lambda path, *_: found.add(path)):
+        for batch in given:
+            batches.forward(model, batch)
+    return found
+
+
+def callable_modules(model: nn.Module) -> list[str]:
     """Names of the modules with parameters that a forward pass may call as modules."""
     own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
     # Attention of torch multiplies by the weight of its last layer itself.
