@@ -49,16 +49,18 @@ class WindowFits:
 
         Args:
             window: the blocks.
-            steps: number of steps.
+            steps: number of steps; 0 stores the window as it is, if a resumed run needs it.
             stage: the block that the window ends with.
             level: of the projection before the fit; None: the last one, after which the rate decays.
         """
         stored, decay = self.stored, level is None
         fit, name = self._new(window), stored.name(stage, level)
-        if not steps or not fit.masters.values or not self._has_gradient(fit, name):
+        if not (steps or self._keeps(level)) or not fit.masters.values or not self._has_gradient(fit, name):
             return
         if stored.holds(stage, level):
             fit.masters.restore(stored.get(stage, level))
+        elif not steps:
+            stored.put(stage, level, fit.masters.snapshot())
         else:
             rate, before = self._rate(window, fit), fit.loss()
             after = loss_after(lambda: fit.run(steps, rate, decay), fit.loss)
@@ -71,6 +73,10 @@ class WindowFits:
                 self.work.note(left)
             stored.put(stage, level, fit.masters.snapshot())
         fit.masters.keep()
+
+    def _keeps(self, level: int | None) -> bool:
+        """Check that a window without steps is stored all the same: fits between projections have changed vectors."""
+        return level is None and self.settings.masks > 1 and self.settings.between > 0
 
     def _new(self, window: Window) -> Fit:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
