@@ -4,7 +4,7 @@ import menagerie
 import pytest
 
 import iobs
-from iobs.errors import LayerSelectionError, PatternError
+from iobs.errors import LayerSelectionError, PatternError, ProblemError
 
 
 def pruned(rules, pattern=0.5, recipe="one-shot"):
@@ -28,6 +28,25 @@ def test_the_last_matching_rule_wins():
     assert rows["layers.1.up"].zeros == rows["layers.1.up"].weights * 3 // 4
     assert rows["layers.1.q"].zeros == rows["layers.1.q"].weights // 4
     assert "layers.0.up" in report.skipped
+
+
+class QuarterOfEachRow:
+    """A pattern of the user, without a repr of its own."""
+
+    def groups(self, shape):
+        return iobs.Unstructured(0.25, per="row").groups(shape)
+
+
+def test_a_pattern_of_the_user_works_in_a_rule_and_as_the_pattern_of_a_resumed_run(tmp_path):
+    rows, _, _ = pruned((iobs.Rule("*.up", pattern=QuarterOfEachRow()),))
+    row = rows["layers.0.up"]
+    assert row.zeros == row.weights // 4
+    with pytest.raises(ProblemError, match="no YAML form"):
+        iobs.Recipe(rules=(iobs.Rule("*.up", pattern=QuarterOfEachRow()),)).to_yaml()
+    patterns = [QuarterOfEachRow() for _ in range(2)]  # at other addresses, as in another process
+    for pattern in patterns:
+        model, data = menagerie.build("transformer")
+        iobs.prune(model, data, pattern, "one-shot", checkpoint=tmp_path / "run")
 
 
 def test_a_rules_solver_is_used_for_its_layers():

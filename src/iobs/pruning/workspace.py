@@ -77,7 +77,7 @@ class Request:
         try:
             pattern: object = plain_pattern(self.pattern)  # its text would be rounded
         except ProblemError:  # a pattern of the user
-            pattern = repr(self.pattern)
+            pattern = fingerprint(self.pattern)
         asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
         return {**described(self.recipe, fingerprint), **asked}
 

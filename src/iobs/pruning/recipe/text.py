@@ -207,7 +207,10 @@ def plain(value: object, complete: bool, describe: Callable[[object], object]) -
     if isinstance(value, dict):
         return {key: plain(entry, complete, describe) for key, entry in value.items()}
     if hasattr(value, "groups"):
-        return plain_pattern(value)
+        try:
+            return plain_pattern(value)
+        except ProblemError:  # a pattern of the user
+            return describe(value)
     if isinstance(value, Rule):
         return _fields(value, False, describe)
     name = next((name for name, kind in NAMED.items() if type(value) is kind), None)
