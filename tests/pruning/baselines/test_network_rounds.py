@@ -34,6 +34,12 @@ def test_network_solver_follows_the_cubic_schedule():
         assert abs(asked - real) < 0.01
 
 
+def test_one_round_of_a_network_solver_has_no_schedule_to_decide():
+    model, data = menagerie.build("perceptron")
+    recipe = iobs.Recipe(solver="global-magnitude", rounds=iobs.Rounds(1, "auto"))
+    assert len(iobs.prune(model, data, 0.7, recipe).rounds) == 1
+
+
 def test_network_solver_sees_its_own_part_of_fresh_data(monkeypatch):
     seen = []
     real = projection.gradient_rows

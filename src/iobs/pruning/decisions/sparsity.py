@@ -179,7 +179,7 @@ def decide_steps(work: Workspace) -> Decisions:
 def decide_growth(work: Workspace) -> Rounds:
     """The rounds after the first projection: growing sparsity where it did damage, otherwise no further rounds."""
     rounds = work.decided.rounds
-    if rounds.schedule != "auto":
+    if rounds.schedule != "auto" or rounds.count == 1:
         return rounds
     assert work.scoring is not None
     damage = work.scoring.divergence()
