@@ -82,8 +82,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def is_a(kind: type, *values: object) -> bool:
-    """Check that all values are of a type; a function, because mypy takes no numpy number for a Real."""
-    return all(isinstance(value, kind) for value in values)
+    """Check that all values are of a type; a function, because mypy takes no numpy number for a Real.
+
+    True and False are no numbers: in a setting they stand for a mistake.
+    """
+    return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
 
 
 # Words of allocators: torch on a CPU and on a GPU, the CUDA runtime, and its libraries such as cuBLAS.

@@ -209,7 +209,7 @@ class Recipe(LayerSettings):
         """The rounds of the recipe with another count, as `but` describes."""
         if is_a(Integral, count) and count > 1 and self.rounds.count == 1 and self.network_solver is None:
             return replace(Recipe.preset("best").rounds, count=count)
-        if count == 1:
+        if is_a(Real, count) and count == 1:
             return Rounds(data=self.rounds.data)
         return replace(self.rounds, count=count)
 
