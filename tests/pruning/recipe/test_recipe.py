@@ -7,7 +7,7 @@ import pytest
 
 import iobs
 from iobs.errors import IOBSError, ProblemError
-from iobs.pruning.recipe import PRESETS, as_recipe
+from iobs.pruning.recipe import PRESETS, BlockFit, as_recipe
 from iobs.pruning.recipe.settings import changed
 
 RECIPES = {
@@ -77,6 +77,11 @@ def test_yaml_reads_shares_in_percent():
     assert recipe.rules[0].pattern == iobs.Unstructured(0.333)
     assert changed(iobs.Recipe(), {"allocation.most": "90%"}).allocation.most == 0.9
     assert iobs.Recipe.from_yaml(recipe.to_yaml()) == recipe
+
+
+def test_infinite_epochs_are_no_limit():
+    fit = BlockFit(steps=7, epochs=float("inf"))
+    assert fit.within(3) == fit
 
 
 def test_but_one_round_drops_schedule_and_steps():

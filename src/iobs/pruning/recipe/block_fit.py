@@ -85,7 +85,7 @@ class BlockFit:
         Args:
             batches: number of calibration batches of one step each.
         """
-        if self.epochs is None:
+        if self.epochs is None or self.epochs == math.inf:
             return self
         most = math.ceil(self.epochs * batches)
         return replace(self, steps=min(self.steps, most), network_steps=min(self.network_steps, most))
