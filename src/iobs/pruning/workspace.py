@@ -353,4 +353,5 @@ class Workspace:
         layers = [layer.name for layer in self.selection.layers]
         asked = {**self.request.identity(), "layers": layers, "arithmetic": str(self.store.arithmetic)}
         asked |= {"device": self.store.device.type, "ranks": self.ranks.size}
+        asked |= {"frozen parameters": sorted(self.frozen)} if self.frozen else {}
         return identity_of(asked, self.store.state(), self.fit.batches, self.heldout.batches)

@@ -8,6 +8,7 @@ import torch
 from small_runs import problem, prune
 
 import iobs
+from iobs.errors import OtherRunError
 from iobs.pruning import workspace
 from iobs.pruning.allocation.bits import BitPlanner
 from iobs.pruning.allocation.sensitivity import Planner
@@ -112,6 +113,17 @@ def test_resumed_run_restores_buffers_that_forward_changes(tmp_path):
         iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path, callbacks=[StopsAt(3)])
     assert model.passes == 0
     iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", checkpoint=tmp_path)
+
+
+def test_run_with_other_frozen_parameters_is_another_run(tmp_path):
+    model, data = problem()
+    frozen = copy.deepcopy(model)
+    frozen[0].bias.requires_grad_(False)
+    with pytest.raises(Stop):
+        prune(copy.deepcopy(model), data, checkpoint=tmp_path, callbacks=[StopsAt(3)])
+    with pytest.raises(OtherRunError, match="frozen parameters was none"):
+        prune(frozen, data, checkpoint=tmp_path)
+    prune(model, data, checkpoint=tmp_path)
 
 
 MEASUREMENTS = {
