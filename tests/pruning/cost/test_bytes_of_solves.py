@@ -15,7 +15,7 @@ from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.loads import Rates
 from iobs.pruning.cost.memory_plan import GramKind, Sizes, gathering_bytes, peaks, solving_bytes
-from iobs.pruning.cost.phases import Shape, Work, network_seconds
+from iobs.pruning.cost.phases import Shape, Work, network_seconds, phases
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
@@ -133,6 +133,11 @@ def test_steps_of_the_network_move_weights_masters_and_masks():
     work = Work([Shape(64, 32)] * 2, 4096, 10**5)
     fit, rates = BlockFit(network_steps=10, network_lr=1e-3), Rates(1e30, 1e30, transfer=1.0)
     assert network_seconds(work, fit, rates) == 10 * (2 * 10**5 + 19 * 2 * 64 * 32)
+
+
+def test_experts_behind_the_first_have_a_time_of_their_own():
+    work = Work([Shape(8, 8, expert=expert) for expert in (2, 3)], 100, 1000)
+    assert sum(phases(work, Recipe(), Rates(1e9, 1e9)).values()) > 0
 
 
 @pytest.mark.parametrize(("name", "expected", "block"), [("one-shot", 2, 0), ("fast", 6, 4), ("best", 14, 0)])

@@ -107,9 +107,12 @@ class Work:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks: each has at least one layer of its rarest width of input, or one stack of experts."""
+        """Number of blocks: each has at least one layer of its rarest width of input, or one stack of experts.
+
+        It is 1 if only experts behind the first are pruned.
+        """
         widths = [layer.shape[1] for layer in self.layers if not layer.expert]
-        return max(1, min(map(widths.count, set(widths))))
+        return max(1, min(map(widths.count, set(widths)), default=1))
 
     @property
     def inputs(self) -> dict[int, int]:
