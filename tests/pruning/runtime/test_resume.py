@@ -98,6 +98,26 @@ def test_resumed_run_ends_in_the_same_bits(options, every, tmp_path, monkeypatch
     assert report.best_round == expected.best_round
 
 
+def test_gates_of_a_recurrent_layer_are_resumed_with_the_inputs_that_all_of_them_gave(tmp_path):
+    class Last(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = torch.nn.LSTM(6, 6, batch_first=True)
+
+        def forward(self, x):
+            return self.cells(x)[0][:, -1]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Last(), torch.nn.Linear(6, 3))
+    data = [torch.randn(8, 5, 6) for _ in range(3)]
+    undisturbed, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    iobs.prune(undisturbed, data, 0.5, "one-shot")
+    with pytest.raises(Stop):  # two of the four gates of the hidden state are pruned
+        iobs.prune(resumed, data, 0.5, "one-shot", checkpoint=tmp_path, callbacks=[StopsAt(6)])
+    iobs.prune(resumed, data, 0.5, "one-shot", checkpoint=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
+
+
 def test_resumed_run_restores_buffers_that_forward_changes(tmp_path):
     class Counting(torch.nn.Sequential):
         def __init__(self):

@@ -109,12 +109,13 @@ class Projection:
         rank is then left without a layer. Layers whose rows cannot be divided are always solved so.
         """
         left = [layer for layer in group.layers if key_of(self.index, layer, self.level) not in self.checkpoint]
+        # Before any layer of the group changes: inputs of the gates of a recurrent matrix depend on all of its gates.
+        statistics = group.statistics() if left else None
         for layer in group.layers:
             if layer not in left:
                 self.read(layer)
-        if not left:
+        if statistics is None:
             return
-        statistics = group.statistics()
         statistics.energies = {layer.name: self._energies_of(layer, statistics) for layer in left}
         statistics.forget_energy()  # a third of the memory of Grams, which the solves need
         if self.ranks.size == 1:
