@@ -52,6 +52,26 @@ def test_resumed_reconstruction_on_a_grid_ends_in_the_same_bits(tmp_path):
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
 
+def test_layer_without_input_stays_dense_beside_layers_on_a_grid():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + torch.tanh(self.used(x))
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Sequential(Block(), Block()), torch.nn.Linear(8, 3))
+    dense = [block.unused.weight.clone() for block in model[0]]
+    data = [torch.randn(8, 8) for _ in range(4)]
+    report = iobs.prune(model, data, SPARSE, Recipe(target="residual", blocks=BlockFit(masks=2, between=2, steps=4)))
+    assert any("block reconstruction on grids" in note for note in report.notes)
+    assert [row.name for row in report.audit] == ["0.0.used", "0.1.used", "1"]
+    audit(model, SPARSE, [row.name for row in report.audit])
+    assert all(torch.equal(block.unused.weight, weight) for block, weight in zip(model[0], dense, strict=True))
+
+
 def test_reconstruction_from_files_stores_grid_values(tmp_path):
     saved("llama", tmp_path / "model")
     short = {"target": "residual", "blocks": BlockFit(masks=2, between=5, steps=10, network_steps=10)}

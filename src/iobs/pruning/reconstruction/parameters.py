@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.layerwise.grids import GridRounding, free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.store import Store
@@ -141,14 +142,14 @@ class FittedParameters:
         store: holds the model.
         layers: pruned layers.
         patterns: of the pruned layers, after their last projection.
-        chain: the blocks.
+        sweep: has the blocks, and knows the layers that received no input so far. These are not pruned yet.
         frozen: names of parameters that the user froze.
     """
 
     store: Store
     layers: Collection[Layer]
     patterns: Mapping[Layer, Pattern]
-    chain: Sequence[Block]
+    sweep: Sweep
     frozen: Collection[str]
 
     def of(self, stages: range, outside: bool = False, final: bool = True, shared: bool = False) -> Masters:
@@ -160,11 +161,12 @@ class FittedParameters:
             final: the layers have their final patterns.
             shared: float32 parameters are their own masters.
         """
-        model, blocks = self.store.model, [self.chain[stage] for stage in stages]
-        names, masks = fitted_names(model, self.layers, blocks, self.frozen)
+        model, blocks = self.store.model, [self.sweep.chain[stage] for stage in stages]
+        layers = [layer for layer in self.layers if layer not in self.sweep.without_input]
+        names, masks = fitted_names(model, layers, blocks, self.frozen)
         rounding = None
         if final:
-            own = {layer: self.patterns[layer] for layer in self.layers if layer.key in masks}
+            own = {layer: self.patterns[layer] for layer in layers if layer.key in masks}
             free_zeros(masks, own)
             rounding = rounding_of(model, own)
         names += self._vectors_outside() if outside else []
@@ -176,7 +178,7 @@ class FittedParameters:
 
     def _vectors_outside(self) -> list[str]:
         """The names of the vectors outside the blocks, such as the scale of the last norm."""
-        everywhere = tuple(f"{block.path}." for block in self.chain)
+        everywhere = tuple(f"{block.path}." for block in self.sweep.chain)
         return [
             name
             for name, value in self.store.model.named_parameters()

@@ -64,7 +64,7 @@ class Walk:
         spans = windows(sorted(number for number in numbers if number is not None), self.fit.window)
         self.stored = StoredFits(work.checkpoint, index, sweep.chain, spans)
         layers, patterns = work.selection.layers, self.projection.patterns
-        parameters = FittedParameters(work.store, layers, patterns, sweep.chain, work.frozen)
+        parameters = FittedParameters(work.store, layers, patterns, sweep, work.frozen)
         self.fits = WindowFits(work, sweep, parameters, self.fit, self.stored)
         self.network = NetworkFit(work, sweep, parameters, self.fit, index)
 
