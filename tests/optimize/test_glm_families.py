@@ -281,3 +281,15 @@ def test_counts_with_large_exposures_are_fitted_to_the_end(seed):
     assert found.support.tolist() == [1, 4]
     assert "global" not in found.message
     assert found.theta[[1, 4]] == pytest.approx(refit(objective, np.array([1, 4, 8])).theta[[1, 4]], rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["logistic", "poisson"])
+def test_an_intercept_of_exactly_zero_counts_as_a_parameter(family, rng):
+    X, y = rng.standard_normal((100, 3)), np.arange(100) % 2 * (1.0 if family == "logistic" else 2.0)
+    objective = _FAMILIES[family][0](X, y, intercept=True)
+    empty = refit(objective, objective.forced)
+    assert empty.theta[-1] == 0  # equal classes, or a mean of one
+    fits = [refit(objective, np.array(columns)) for columns in ([3], [0, 3])]
+    scores = [information(objective, fit, "bic", 100, 3, size) for size, fit in enumerate(fits)]
+    deviances = [2 * fit.value for fit in fits]
+    assert np.subtract(scores, deviances) == pytest.approx([math.log(100), 2 * math.log(100)])

@@ -135,7 +135,8 @@ def information(
     """
     if criterion not in ("aic", "bic", "ebic"):
         raise ProblemError(f'The criterion must be "aic", "bic" or "ebic", got {criterion!r}.')
-    parameters = int(np.count_nonzero(fit.theta))
+    # An intercept that is estimated as exactly zero, as of two classes of equal size, is a parameter too.
+    parameters = int(np.union1d(np.flatnonzero(fit.theta), objective.forced).size)
     if isinstance(objective, Multinomial):  # of the C coefficients of a feature, only C - 1 change the probabilities
         parameters = parameters // objective.outputs * (objective.outputs - 1)
     loss = unpenalised(objective, fit)
