@@ -13,6 +13,7 @@ from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.base import state_at
 from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
 from iobs.optimize.methods.regularised import RegularisedNewton
+from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem
@@ -119,3 +120,10 @@ def test_damped_models_add_a_proximal_term_at_the_iterate(d, rule, rng):
         assert rise == pytest.approx(0.5 * amounts[-1] * squared, rel=1e-6)
     first = 1e-3 * plain.hessian_diagonal(moved).mean()
     np.testing.assert_allclose(amounts, first * 4.0 ** np.arange(4), rtol=1e-6)
+
+
+def test_omp_without_columns_still_fits_the_intercept(rng):
+    X, y = rng.standard_normal((40, 3)), (np.arange(40) % 4 == 0).astype(float)
+    result = minimize(Logistic(X, y, intercept=True), 0, method="omp")
+    assert result.support.size == 0
+    assert result.intercept == pytest.approx(np.log(1 / 3))

@@ -200,6 +200,8 @@ class OMP:
         chosen = np.union1d(np.flatnonzero(state.theta), problem.forced)
         free = np.setdiff1d(chosen, problem.forced).size
         if free >= problem.size:
+            if chosen.size and not state.theta.any():  # k is 0: the forced coordinates alone, such as the intercept
+                state = _fitted(problem, chosen.astype(np.int64), state)
             return State(state.theta, state.value, state.gradient, done=True, message="k coordinates chosen")
         score = np.abs(state.gradient) / problem.scale
         score[chosen] = -1.0
