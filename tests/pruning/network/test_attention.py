@@ -13,6 +13,7 @@ import iobs
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.modes import evaluating
+from iobs.pruning.recipe import BlockFit
 
 WIDTH = 16
 
@@ -137,3 +138,22 @@ def test_audit_of_files_equals_the_report_for_attention(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7)) if row.zeros}
     assert found == {row.name: row.zeros for row in report.audit}
+
+
+@pytest.mark.parametrize("network_steps", [0, 3])
+def test_reconstruction_leaves_projections_that_stay_dense_as_they_are(network_steps):
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fit = BlockFit(masks=2, between=2, steps=3, lr=1e-2, network_steps=network_steps, network_lr=1e-2)
+    data = [torch.randn(8, 5, WIDTH) for _ in range(4)]
+    iobs.prune(model, data, 0.5, iobs.Recipe(target="residual", blocks=fit), ignore="*.v")
+    after = model.state_dict()
+    for place in range(2):
+        name = f"encoder.layers.{place}.self_attn.in_proj_weight"
+        (queries, keys, values), (_, _, dense) = after[name].chunk(3), before[name].chunk(3)
+        assert torch.equal(values, dense)
+        assert int((queries == 0).sum()) == int((keys == 0).sum()) == WIDTH**2 // 2
+        assert not torch.equal(
+            after[f"encoder.layers.{place}.norm1.weight"], before[f"encoder.layers.{place}.norm1.weight"]
+        )

@@ -22,7 +22,7 @@ def fitted_names(
     """The parameters that are fitted in some blocks, by name, and the masks of pruned weights.
 
     These are the parameters of pruned layers, and vectors such as biases and norm scales. Matrices that stay dense keep
-    their bits, and so do parameters that the user froze.
+    their bits, also beside pruned ones in one parameter, and so do parameters that the user froze.
 
     Args:
         model: the model.
@@ -30,18 +30,31 @@ def fitted_names(
         blocks: the blocks or half-blocks; a parameter outside them is left out.
         frozen: names of parameters that the user froze.
     """
-    pruned = {layer.key for layer in layers}
-    left = set(frozen) - pruned
+    pruned: dict[str, list[Layer]] = {}
+    for layer in layers:
+        pruned.setdefault(layer.key, []).append(layer)
+    left = set(frozen) - pruned.keys()
     names: list[str] = []
     masks: dict[str, Tensor] = {}
     for name, value in model.named_parameters():
         if not any(block.holds(name) for block in blocks) or name in left or not value.is_floating_point():
             continue
         if name in pruned:
-            masks[name] = value.detach() != 0
+            masks[name] = _fitted_entries(value.detach(), pruned[name])
         if name in pruned or value.ndim == 1:
             names.append(name)
     return names, masks
+
+
+def _fitted_entries(value: Tensor, layers: Sequence[Layer]) -> Tensor:
+    """The entries of a parameter that are not zero and belong to layers, as a mask."""
+    kept = value != 0
+    if sum(layer.weights for layer in layers) == value.numel():
+        return kept
+    own = torch.zeros_like(kept, memory_format=torch.contiguous_format)
+    for layer in layers:
+        layer.write_into(own, torch.ones(layer.shape, dtype=torch.bool))
+    return kept & own
 
 
 @dataclass
@@ -100,11 +113,9 @@ class Masters:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Write the masters into the model, in its dtype and on its grids; entries outside the masks stay zero."""
+        """Write the masters into the model, in its dtype and on its grids; steps leave entries outside the masks."""
         for name, parameter in zip(self.values, self.differentiable(), strict=True):
             parameter.detach().copy_(self._rounded(name, parameter.dtype))
-            if name in self.masks:
-                parameter.detach().mul_(self.masks[name].to(parameter.device))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the masters, by name."""
