@@ -451,6 +451,21 @@ class Gated(Body):
         return super().hidden(x) * self.gate.clamp(0, 1)
 
 
+class Masked(Body):
+    """Entries are masked in place, as in attention within windows; no gradient needs their values."""
+
+    def hidden(self, x):
+        hidden = self.second(self.first(x).relu()) + 0.0
+        hidden[:1] = torch.full_like(hidden[:1], -1.0).where(x[:1, :1] > 100, hidden[:1])
+        hidden[1:2] = torch.full_like(hidden[1:2], -1.0).where(x[1:2, :1] > 100, hidden[1:2])
+        return hidden * 1.0
+
+
+def test_units_are_found_where_code_masks_entries_in_place():
+    units, _ = plan(Masked())
+    assert [(name, count) for name, _, count in units] == [("second", 12), ("last", 10)]
+
+
 @pytest.mark.parametrize("kind", [Rounded, Gated])
 def test_units_are_found_behind_rounding_and_clamped_scales(kind):
     units, _ = plan(kind())

@@ -20,9 +20,14 @@ def _dependent(value: Argument, *inputs: Argument) -> Argument:
     """A value that depends on all finite entries of some tensors, which broadcast to it; its entries are the same."""
     for one in inputs:
         if isinstance(one, Tensor) and one.requires_grad and value.is_floating_point():
-            finite = torch.nan_to_num(one, 0.0, 0.0, 0.0)
+            finite = _finite(one)
             value = value + _FACTOR * (finite - finite.detach())
     return value
+
+
+def _finite(value: Tensor) -> Tensor:
+    """A copy with zeros in place of entries that are not finite; code may write into the value before the gradient."""
+    return torch.nan_to_num(value.clone(), 0.0, 0.0, 0.0)
 
 
 def passing(value: Tensor) -> Tensor:
@@ -65,7 +70,7 @@ def _largest(func: Callable[..., Argument]) -> Callable[..., Argument]:
             return result
         if any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
             return _dependent(result, input, *args, *kwargs.values())
-        mean = torch.nan_to_num(input, 0.0, 0.0, 0.0).mean(*args, **kwargs)  # a sum may overflow in float16
+        mean = _finite(input).mean(*args, **kwargs)  # a sum may overflow in float16
         if isinstance(result, Tensor):
             return _dependent(result, mean)
         return type(result)((_dependent(result[0], mean), result[1]))  # values and indices
