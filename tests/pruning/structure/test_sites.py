@@ -30,11 +30,12 @@ def llama(heads=4, groups=2):
 class Residual(nn.Module):
     """A stem, a block with a depthwise convolution and channel attention, and a classifier."""
 
-    def __init__(self):
+    def __init__(self, groups=12):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
         self.expand = nn.Sequential(nn.Conv2d(8, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU6())
-        self.depthwise = nn.Sequential(nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12), nn.Hardswish())
+        grouped = nn.Conv2d(12, 12, 3, padding=1, groups=groups)
+        self.depthwise = nn.Sequential(grouped, nn.BatchNorm2d(12), nn.Hardswish())
         self.squeeze, self.excite = nn.Linear(12, 4), nn.Linear(4, 12)
         self.project = nn.Sequential(nn.Conv2d(12, 8, 1, bias=False), nn.BatchNorm2d(8))
         nn.init.zeros_(self.project[1].weight)
@@ -180,6 +181,13 @@ def test_channels_pass_depthwise_convolutions_and_channel_attention():
         "expand.0", "expand.1", "depthwise.0", "depthwise.1", "excite"
     }  # fmt: skip
     assert sites[0].readers[0].norm == "project.1"
+
+
+def test_channels_of_grouped_convolutions_under_channel_attention_go_group_by_group():
+    """As in RegNetY: a removal takes one group of three channels, which two layers read."""
+    sites = find_sites(Residual(groups=4).eval(), PICTURES)
+    assert summary(sites) == {"project.0": ("channels", 4), "excite": ("neurons", 4)}
+    assert [len(reader.weight.index[0]) for reader in sites[0].readers] == [3, 3]
 
 
 def test_residual_stream_is_a_site_on_request():

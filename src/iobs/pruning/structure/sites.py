@@ -196,7 +196,7 @@ def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Seque
 
 def _reads_averages(reader: Reader, samples: int) -> bool:
     """Check that a layer reads one vector of each sample, as the gate of a squeeze-and-excitation block does."""
-    return reader.positions <= samples and len(reader.weight.index[0]) == 1
+    return reader.positions <= samples
 
 
 def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
