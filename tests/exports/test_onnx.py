@@ -153,6 +153,20 @@ def test_logits_are_written_where_labels_give_a_loss(tmp_path, named):
     assert torch.allclose(found, model.layer(sample), atol=1e-5)
 
 
+def test_outputs_inside_an_output_are_opened(tmp_path):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return ((self.layer(x), x),)
+
+    model, x = Nested(), torch.randn(3, 4)
+    iobs.export(model, tmp_path / "out", "onnx", example=x)
+    assert torch.allclose(outputs(tmp_path / "out", input=x), model.layer(x), atol=1e-5)
+
+
 def test_several_inputs_by_name_or_position(tmp_path):
     class Both(nn.Module):
         def __init__(self):

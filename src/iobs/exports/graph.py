@@ -44,7 +44,15 @@ class Graph(nn.Module):
             found = self.model(*tensors)
         else:
             found = self.model(**dict(zip(self.names, tensors, strict=True)), **self.fixed)
-        return logits(found)
+        return logits(_first_with_tensors(found))
+
+
+def _first_with_tensors(output: object) -> object:
+    """The first output inside an output that holds no tensor of its own; other outputs as they are."""
+    values = [*output.values()] if isinstance(output, Mapping) else output
+    if not isinstance(values, (tuple, list)) or not values or any(isinstance(one, Tensor) for one in values):
+        return output
+    return _first_with_tensors(values[0])
 
 
 def inputs_of(source: Source) -> Inputs:
