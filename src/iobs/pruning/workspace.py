@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from iobs.core.patterns import Pattern
-from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.finetune.sampled_text import copies_to_sample, require_sampling, with_sampled_text
@@ -23,7 +22,7 @@ from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
-from iobs.pruning.recipe.text import described, plain_pattern
+from iobs.pruning.recipe.text import described, plain
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, opened
 from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
@@ -74,10 +73,7 @@ class Request:
 
     def identity(self) -> JsonObject:
         """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
-        try:
-            pattern: object = plain_pattern(self.pattern)  # its text would be rounded
-        except ProblemError:  # a pattern of the user
-            pattern = fingerprint(self.pattern)
+        pattern = plain(self.pattern, False, fingerprint)  # the text of a pattern would be rounded
         asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
         return {**described(self.recipe, fingerprint), **asked}
 

@@ -24,7 +24,7 @@ def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) ->
     fit = recipe.blocks
     if fit is None:
         return itemsize * weights
-    fitted = _MASTER * (fit.steps > 0 or (fit.masks > 1 and fit.between > 0))
+    fitted = _MASTER * (fit.steps > 0 or fit.fits_levels)
     network = _MASTER * (2 if fit.network_steps > SAVED_EVERY else 1) if fit.network_steps else 0
     levels = (fit.masks - 1) * (itemsize + _MASTER * (fit.between > 0))
     in_work = (levels + fitted * (fit.window - 1)) * block

@@ -79,6 +79,11 @@ class BlockFit:
         if self.last not in ("kl", "mse"):
             raise ProblemError(f'last of blocks must be "kl" or "mse", got {self.last!r}.')
 
+    @property
+    def fits_levels(self) -> bool:
+        """Check that windows are also fitted between two projections, before the sparsity is reached."""
+        return self.masks > 1 and self.between > 0
+
     def within(self, batches: int) -> BlockFit:
         """The settings with `steps` and `network_steps` within the limit of epochs.
 

@@ -76,7 +76,7 @@ class WindowFits:
 
     def _keeps(self, level: int | None) -> bool:
         """Check that a window without steps is stored all the same: fits between projections have changed vectors."""
-        return level is None and self.settings.masks > 1 and self.settings.between > 0
+        return level is None and self.settings.fits_levels
 
     def _new(self, window: Window) -> Fit:
         """A fit of the current parameters of a window; the last window also fits norms behind the blocks."""
