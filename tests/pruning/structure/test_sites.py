@@ -184,7 +184,7 @@ def test_channels_pass_depthwise_convolutions_and_channel_attention():
 
 
 def test_channels_of_grouped_convolutions_under_channel_attention_go_group_by_group():
-    """As in RegNetY: a removal takes one group of three channels, which two layers read."""
+    """One group of three channels is a unit that two layers read, as in RegNetY."""
     sites = find_sites(Residual(groups=4).eval(), PICTURES)
     assert summary(sites) == {"project.0": ("channels", 4), "excite": ("neurons", 4)}
     assert [len(reader.weight.index[0]) for reader in sites[0].readers] == [3, 3]

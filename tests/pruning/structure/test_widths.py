@@ -288,7 +288,7 @@ def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(
 
 
 def test_a_chosen_width_that_makes_a_shortcut_needless_is_refused_before_a_layer_is_solved():
-    """Of more than 128 channels not every width is tried alone."""
+    """Widths of more than 128 channels are not all tried alone."""
 
     class NoLayer(iobs.Callback):
         def on_layer(self, *_):
