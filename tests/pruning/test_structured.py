@@ -24,6 +24,8 @@ from iobs.errors import (
 )
 from iobs.pruning import structured
 from iobs.pruning.decisions import widths
+from iobs.pruning.structure.removal import remove, zero_columns
+from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
@@ -168,6 +170,31 @@ def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
         model[1].conv2.weight[:, :1] = 0  # one channel of one layer; a tolerance of the dtype would let it pass
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(model)
+
+
+def test_small_difference_of_the_narrower_network_is_measured_again_in_float64():
+    class Amplifying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 256), nn.Linear(256, 4)
+
+        def forward(self, x):
+            return torch.sin(3e4 * self.last(torch.relu(self.first(x))))
+
+    torch.manual_seed(0)
+    narrow, data = Amplifying().eval(), torch.randn(64, 8)
+    wide, (site,) = copy.deepcopy(narrow), find_sites(narrow, data)
+    kept = [*range(0, 256, 2)]
+    zero_columns(wide, site, kept)
+    remove(narrow, [site], {site.name: kept})
+    expected = structured.Expected.of(wide, data)
+    with pytest.raises(AuditError, match="other outputs"):
+        expected.require(narrow)
+    expected.require(narrow, wide)
+    with torch.no_grad():
+        narrow.last.bias += 1e-7
+    with pytest.raises(AuditError, match="other outputs"):
+        expected.require(narrow, wide)
 
 
 def test_layer_smaller_than_the_multiple_keeps_its_units():

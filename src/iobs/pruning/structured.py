@@ -97,7 +97,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
         counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
-    expected.require(model)
+    expected.require(model, wide)
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(
         found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks)]

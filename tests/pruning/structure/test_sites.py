@@ -414,3 +414,27 @@ def test_experts_that_few_samples_reach_are_found_or_refused_with_a_reason(monke
     missed = {name for name, reason in once.refused.items() if reason.startswith("noise in place of a few samples")}
     assert missed
     assert called <= missed | {one.name for one in once.sites}
+
+
+class Amplifying(nn.Module):
+    """Its outputs turn the rounding of sums in float32 into differences of a percent."""
+
+    def __init__(self, frequency):
+        super().__init__()
+        self.first, self.last, self.frequency = nn.Linear(8, 256), nn.Linear(256, 4), frequency
+
+    def forward(self, x):
+        return torch.sin(self.frequency * self.last(torch.relu(self.first(x))))
+
+
+def test_network_that_amplifies_rounding_of_float32_loses_units():
+    torch.manual_seed(0)
+    model = Amplifying(1e5).eval()
+    wide, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    assert not torch.allclose(wide(ROWS), wide.double()(ROWS.double()).float(), rtol=0, atol=1e-3)
+    (site,) = find_sites(model, ROWS)
+    kept = [*range(0, 256, 2)]
+    remove(narrow, [site], {site.name: kept})
+    with torch.no_grad():
+        model.last.weight[:, 1::2] = 0
+    assert torch.allclose(narrow.double()(ROWS.double()), model.double()(ROWS.double()), rtol=0, atol=1e-7)

@@ -16,7 +16,7 @@ from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
-from iobs.pruning.structure.expected import largest, largest_gap, rounding
+from iobs.pruning.structure.expected import LARGEST_GAP, largest, largest_gap, rounding
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
@@ -108,7 +108,7 @@ class _Trial:
     Every unit is absent once. A part that needs a unit, such as the largest value of all units, shows itself.
 
     Args:
-        dense: the copy, in float32 unless its code needs its own dtype.
+        dense: the copy, in the dtype asked for unless its code needs its own.
         given: arguments of a call.
         tolerance: largest relative difference of outputs.
         cases: kept units and the outputs with zero columns for the others.
@@ -120,11 +120,11 @@ class _Trial:
     cases: tuple[tuple[list[int], list[Tensor]], ...]
 
     @classmethod
-    def of(cls, owner: nn.Module, site: Site, given: Arguments) -> _Trial:
+    def of(cls, owner: nn.Module, site: Site, given: Arguments, dtype: torch.dtype) -> _Trial:
         """The trial of a site with paths inside its owner; raises what the copy raises."""
-        dense = _visible(copy.deepcopy(owner).float())
         try:
-            return cls._in(dense, site, cast(Arguments, _as_float(given)), _TOLERANCE)
+            dense = _visible(copy.deepcopy(owner).to(dtype))
+            return cls._in(dense, site, cast(Arguments, _in_dtype(given, dtype)), _TOLERANCE)
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
@@ -154,16 +154,29 @@ class _Trial:
 
 
 def _attributes(model: nn.Module, site: Site, given: Arguments) -> tuple[Attribute, ...] | str:
-    """The attributes whose change makes the check pass, or the reason why no change does."""
+    """The attributes whose change makes the check pass, or the reason why no change does.
+
+    Deep networks may amplify the rounding of float32. A small difference is therefore measured again in float64.
+    """
+    passing, reason, least = _passing(model, site, given, torch.float32)
+    if passing is None and least < LARGEST_GAP:
+        passing, _, _ = _passing(model, site, given, torch.float64)
+    return reason if passing is None else passing
+
+
+def _passing(
+    model: nn.Module, site: Site, given: Arguments, dtype: torch.dtype
+) -> tuple[tuple[Attribute, ...] | None, str, float]:
+    """The attributes that pass in a dtype; otherwise the last reason and the least difference of outputs."""
     owner = model.get_submodule(site.owner)
-    kind, reason = type(owner).__name__, ""
+    kind, reason, least = type(owner).__name__, "", float("inf")
     with evaluating(owner):
         try:
-            trial = _Trial.of(owner, site.inside(), given)
+            trial = _Trial.of(owner, site.inside(), given, dtype)
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
-            return f"a copy of the {kind} fails: {first_line(error)}"
+            return None, f"a copy of the {kind} fails: {first_line(error)}", least
         for attributes in _combinations(_candidates(model, site)):
             try:
                 difference = trial.difference(replace(site, attributes=attributes).inside())
@@ -176,9 +189,10 @@ def _attributes(model: nn.Module, site: Site, given: Arguments) -> tuple[Attribu
                 )
                 continue
             if difference <= trial.tolerance:
-                return attributes
+                return attributes, "", difference
+            least = min(least, difference)
             reason = f"the narrower {kind} gives other outputs (relative difference {difference:.1e})"
-    return reason
+    return None, reason, least
 
 
 def _visible(module: nn.Module) -> nn.Module:
@@ -196,15 +210,15 @@ def _outputs(module: nn.Module, given: Arguments) -> list[Tensor]:
     return [value for value in tensors_of(found) if value.is_floating_point()]
 
 
-def _as_float(value: object) -> object:
-    """Tensors of floating-point numbers in float32, inside tuples, lists and mappings too."""
+def _in_dtype(value: object, dtype: torch.dtype) -> object:
+    """Tensors of floating-point numbers in another dtype, inside tuples, lists and mappings too."""
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: _as_float(one) for key, one in value.items()}
+        return {key: _in_dtype(one, dtype) for key, one in value.items()}
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(map(_as_float, value))
-    return [*map(_as_float, value)] if type(value) is list else value
+        return tuple(_in_dtype(one, dtype) for one in value)
+    return [_in_dtype(one, dtype) for one in value] if type(value) is list else value
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
