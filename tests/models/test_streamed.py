@@ -36,6 +36,23 @@ def test_unpruned_tensors_are_copied_bit_for_bit(tmp_path):
         assert torch.equal(after[name], before[name]) == (name not in pruned), name
 
 
+def test_float32_buffer_of_a_block_is_loaded_as_it_is_stored(tmp_path):
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    sizes = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**families.DECODER, **sizes, first_k_dense_replace=0)).bfloat16()
+    gate = model.model.layers[0].mlp.gate
+    gate.e_score_correction_bias = torch.full((4,), 1 + 2**-12)  # 1 in bfloat16
+    model.save_pretrained(tmp_path / "model")
+    streamed = StreamedModel.open(tmp_path / "model", arithmetic=torch.bfloat16)
+    for _ in range(2):
+        streamed.load(streamed.blocks[0])
+        found = streamed.module.model.layers[0].mlp.gate
+        assert torch.equal(found.e_score_correction_bias, gate.e_score_correction_bias)
+        assert found.weight.dtype == torch.bfloat16
+        streamed.drop(streamed.blocks[0])
+
+
 def test_settings_for_the_whole_network_are_refused(tmp_path):
     families.saved("llama", tmp_path / "model")
     arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4)

@@ -182,8 +182,12 @@ class StreamedModel:
         )
 
     def load(self, block: Block) -> None:
-        """Load the weights of a block."""
-        _fill(self.module, self.directory.read(self.names(block), self.device, self.arithmetic))
+        """Load the weights of a block; buffers that are wider in the files than `arithmetic` keep their dtype."""
+        names, entries = self.names(block), self.directory.entries
+        buffers = {name for name, _ in self.module.named_buffers()}
+        wide = {name for name in buffers.intersection(names) if entries[name].dtype.itemsize > self.arithmetic.itemsize}
+        _fill(self.module, self.directory.read([*wide], self.device))
+        _fill(self.module, self.directory.read([*{*names} - wide], self.device, self.arithmetic))
 
     def drop(self, block: Block) -> None:
         """Drop the weights of a block; buffers that are not in the files stay, since `load` cannot bring them back."""
