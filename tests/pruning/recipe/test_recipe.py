@@ -120,6 +120,8 @@ def test_yaml_of_a_function_is_refused():
         ("rounds: yes", "whole number"),
         ("damping: on", "damping must be a number"),
         ("blocks: {network_steps: true}", "network_steps of blocks must be a whole number"),
+        ("finetune: {lr: 1e400}", 'lr must be "auto" or a finite number above zero, got inf'),
+        ("blocks: {network_lr: 1e400}", 'network_lr of blocks must be "auto" or a finite number above zero, got inf'),
         ("finetune: {steps: true}", "steps must be a whole number"),
         ("solver: wish", "no solver 'wish'"),
         ("solver: {block: 3}", "needs a name"),

@@ -68,8 +68,8 @@ class BlockFit:
             raise ProblemError(f"epochs of blocks must be a number above zero or None, got {self.epochs!r}.")
         for name in ("lr", "network_lr"):
             rate = getattr(self, name)
-            if rate != "auto" and not (is_a(Real, rate) and rate > 0):
-                raise ProblemError(f'{name} of blocks must be "auto" or a number above zero, got {rate!r}.')
+            if rate != "auto" and not (is_a(Real, rate) and 0 < rate < math.inf):
+                raise ProblemError(f'{name} of blocks must be "auto" or a finite number above zero, got {rate!r}.')
         if self.batch_size != "auto" and not (is_a(Integral, self.batch_size) and self.batch_size >= 1):
             raise ProblemError(
                 f'batch_size of blocks must be a whole number of at least 1 or "auto", got {self.batch_size!r}.'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -63,8 +64,8 @@ class FineTune:
     augment: Augmentation | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        if self.lr != "auto" and not (is_a(Real, self.lr) and self.lr > 0):
-            raise ProblemError(f'lr must be "auto" or a number above zero, got {self.lr!r}.')
+        if self.lr != "auto" and not (is_a(Real, self.lr) and 0 < self.lr < math.inf):
+            raise ProblemError(f'lr must be "auto" or a finite number above zero, got {self.lr!r}.')
         if not is_a(Integral, self.steps) or self.steps < 1:
             raise ProblemError(f"steps must be a whole number of at least 1, got {self.steps!r}.")
         if self.most_steps is not None and not (is_a(Integral, self.most_steps) and self.most_steps >= self.steps):
