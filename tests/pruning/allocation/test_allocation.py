@@ -231,6 +231,22 @@ def test_allocation_prunes_a_head_without_loss_moderately(criterion):
     assert report.sparsity == 0.5
 
 
+@pytest.mark.parametrize("criterion", ["fisher", "kl"])
+def test_allocation_without_a_measured_effect_is_that_of_errors_with_a_note(criterion):
+    class Idle(nn.Sequential):
+        def forward(self, inputs):
+            return inputs + 0 * super().forward(inputs)
+
+    torch.manual_seed(0)
+    model, data = Idle(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), [torch.randn(50, 16) for _ in range(2)]
+    reports = [
+        iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", allocation=name) for name in ("error", criterion)
+    ]
+    assert [row.asked for row in reports[0].audit] == [row.asked for row in reports[1].audit]
+    noted = [[note for note in one.notes if "No layer has an effect" in note] for one in reports]
+    assert noted == [[], [f'No layer has an effect that "{criterion}" measures: sparsities are by "error".']]
+
+
 @pytest.mark.parametrize("criterion", ["kl", "evolve"])
 def test_allocation_prunes_a_layer_of_little_effect_most(criterion):
     class Gated(nn.Module):

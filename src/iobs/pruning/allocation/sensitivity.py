@@ -75,12 +75,12 @@ class Planner:
         solve: (layer, statistics, dense weight, pattern) -> solutions, one per group of the layer.
         seed: seed of every random choice.
         on_progress: called with (task, done, total).
+        on_note: called with a sentence on a decision.
         residency: of the blocks.
         checkpoint: keeps the measurements of every layer.
 
     Attributes:
         measured: results by layer.
-        parts: samples that layers are solved for, and samples that errors and divergences are measured on.
     """
 
     model: nn.Module
@@ -91,12 +91,15 @@ class Planner:
     solve: SolveLayer
     seed: int
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
+    on_note: Callable[[str], None] = lambda text: None
     residency: Residency = field(default_factory=InMemory)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     measured: dict[Layer, Measured] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.parts = fit_and_evaluation(self.calibration, self.heldout, self.seed)
+    @cached_property
+    def parts(self) -> tuple[Samples, Samples]:
+        """Samples that layers are solved for, and samples that errors and divergences are measured on."""
+        return fit_and_evaluation(self.calibration, self.heldout, self.seed)
 
     @property
     def output_count(self) -> int:
@@ -120,6 +123,8 @@ class Planner:
         total = total_kept(self.layers, sparsity)
         ranges = within_support(curves, {layer: ranges[layer] for layer in self.layers}, total)
         found = self._effects(allocation, curves)
+        if not found:
+            self.on_note(f'No layer has an effect that "{allocation.criterion}" measures: sparsities are by "error".')
         effects = complete(found, curves)
         counts = optimal_counts(effects, total, ranges)
         if allocation.criterion == "evolve":

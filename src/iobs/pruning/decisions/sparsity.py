@@ -62,6 +62,7 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         solve_fast,
         work.request.seed,
         work.callbacks.on_measure,
+        work.note,
         residency=work.store,
         checkpoint=work.checkpoint,
     )
