@@ -531,6 +531,18 @@ def test_block_that_the_first_sample_does_not_call_keeps_its_units(monkeypatch):
     assert "experts.1.2 keeps all units: the first sample does not call its block" in "\n".join(report.notes)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_expert_that_the_first_batch_does_not_reach_keeps_its_units_with_a_note(order):
+    torch.manual_seed(0)
+    given = torch.randn(80, 6)
+    batches = [given[given[:, 0] < 0], given[given[:, 0] > 0]][::order]
+    report = iobs.prune(Routed().eval(), batches, iobs.Structured(0.3), "fast", holdout=0.0, blocks=None)
+    kept = {one.name: one.after for one in report.widths}
+    reached, left = ["experts.0.2", "experts.1.2"][::order]
+    assert kept[reached] < kept[left] == 16
+    assert f"{left}: all units are kept, since no sample of the first calibration batch reaches" in str(report.notes)
+
+
 class Mixture(nn.Module):
     """Two experts; the gate sends all samples to the second, but noise in its place reaches both."""
 

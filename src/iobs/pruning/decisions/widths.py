@@ -94,7 +94,19 @@ def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list
         widths = _within_time(work, pattern, Timed(every, choices, latency, equal))
     else:
         widths = chosen_widths(choices, cost, limit, equal)
+        _note_uncounted(work, choices, cost, widths)
     return widths, [_record(curve, widths[name]) for name, curve in curves.items()], measuring
+
+
+def _note_uncounted(work: Workspace, choices: list[Choice], cost: CostModel, widths: dict[str, int]) -> None:
+    """Note the sites that keep all units because the samples that the cost is counted on do not call their layers."""
+    for choice in choices:
+        narrowest, *others = choice.widths
+        if others and cost.of(choice.at(narrowest)) == cost.of({}) and widths[choice.sites[0]] == choice.widths[-1]:
+            work.note(
+                f"{', '.join(choice.sites)}: all units are kept, since no sample of the first calibration batch "
+                "reaches them, so their removal would save nothing of the cost."
+            )
 
 
 def _curves(work: Workspace) -> Curves:
