@@ -249,6 +249,14 @@ class Workspace:
         """Add a note to the report, and send it to the callbacks."""
         self.callbacks.on_note(text)
 
+    def remembered(self, key: str, compute: Callable[[], JsonObject]) -> JsonObject:
+        """The JSON values of an entry of the checkpoint; a resumed run gets the notes of their computation again."""
+        known, before = key in self.checkpoint, len(self.callbacks.notes)
+        found = self.checkpoint.remembered(key, lambda: {**compute(), "notes": self.callbacks.notes[before:]})
+        for text in found.get("notes", []) if known else []:
+            self.note(text)
+        return found
+
     def note_memory(self) -> None:
         """Add a note on the peak memory of a GPU that blocks visit: the peak of main memory may be higher."""
         peak = self.memory.on_device

@@ -76,6 +76,24 @@ def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("rate", ["auto", 100.0])  # the steps of a rate of 100 are all left out
+def test_run_that_is_killed_repeatedly_has_the_notes_of_an_undisturbed_one(puts, tmp_path, rate):
+    model, data = build("transformer")
+    options = {**OPTIONS, "blocks": replace(FIT, lr=rate, network_lr=rate)}
+    expected = iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", **options).notes
+    assert len(expected) >= 2
+    found = []
+
+    def run():
+        report = iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", checkpoint=tmp_path / "run", **options)
+        found.append(report.notes)
+
+    assert killed_again_and_again(puts, run, 9) >= 3
+    puts.update(last=10**9)
+    run()
+    assert found == [expected, expected]
+
+
 def test_entries_that_no_resumed_run_reads_are_removed(puts, tmp_path, monkeypatch):
     """The largest size of the checkpoint is the one of the plan, and the rest of the disk stays free."""
     model, sizes, largest = families.LANGUAGE_MODELS["llama"][0](), {}, [0]

@@ -82,7 +82,7 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
         keeps = {layer.name: keep for layer, keep in counts.items()}
         return {"keeps": keeps, "records": [asdict(record) for record in records]}
 
-    found = work.checkpoint.remembered("allocation", planned)
+    found = work.remembered("allocation", planned)
     # A layer that receives no input has no count and keeps the pattern of the run.
     keeps = found["keeps"]
     pattern = work.request.pattern
@@ -123,7 +123,7 @@ def divide_bits(
         choices = {layer.name: [*choice] for layer, choice in chosen.items()}
         return {"choices": choices, "records": [asdict(record) for record in records], "tried": tried}
 
-    found = work.checkpoint.remembered("bits", planned)
+    found = work.remembered("bits", planned)
     choices = {layer: found["choices"][layer.name] for layer in layers if layer.name in found["choices"]}
     counts = {bits: sum(own == bits for own, _ in choices.values()) for bits in BITS}
     sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())

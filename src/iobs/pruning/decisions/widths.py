@@ -43,7 +43,7 @@ def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, P
         chosen = _chosen_units(work, widths, curves)
         return {"widths": widths, "chosen": chosen, "records": [asdict(record) for record in records]}
 
-    found = work.checkpoint.remembered("allocation", planned)
+    found = work.remembered("allocation", planned)
     widths, chosen = found["widths"], found["chosen"]
     if work.request.require_counts is not None:
         _require_counts(work.request.require_counts, widths)  # a width alone was tried before, all of them were not

@@ -78,6 +78,8 @@ class NetworkFit:
         """Take the steps on the masters, or read them from the checkpoint."""
         work, key = self.work, f"round {self.index} steps of the network"
         if key in work.checkpoint:
+            for text in work.checkpoint.get(key)[1].get("notes", []):
+                work.note(text)
             for stage, one in enumerate(masters):
                 one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
             return
@@ -92,6 +94,7 @@ class NetworkFit:
             self.sweep.ranks,
             work.request.seed,
         )
+        noted = len(work.callbacks.notes)
         before, saved = steps.loss(), StepCheckpoint(work.checkpoint, f"{key} so far")
         rate = self._rate(steps, before)
         progress = partial(work.callbacks.on_measure, "steps of the whole network")
@@ -100,7 +103,7 @@ class NetworkFit:
             work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
         for stage, one in enumerate(masters):
             work.checkpoint.put(f"{key}, block {stage}", one.values, {})
-        work.checkpoint.put(key, {}, {})  # last: all blocks are stored now
+        work.checkpoint.put(key, {}, {"notes": work.callbacks.notes[noted:]})  # last: all blocks are stored now
         saved.remove(len(masters))
 
     def _rate(self, steps: NetworkSteps, before: float) -> float:

@@ -43,27 +43,27 @@ class StoredFits:
         """Check that a fit was stored when the run began."""
         return self._key(stage, level) in self.checkpoint
 
-    def put(self, stage: int, level: int | None, values: Mapping[str, Tensor]) -> None:
-        """Store the parameters of a fit, and remove those of the window before that it replaces."""
+    def put(self, stage: int, level: int | None, values: Mapping[str, Tensor], notes: Sequence[str] = ()) -> None:
+        """Store the parameters of a fit and its notes; remove the parameters of the window before that it replaces."""
         rest = dict(values)
         for block in self.windows[stage] if level is None else ():
             own = {name: rest.pop(name) for name in [*rest] if self.chain[block].holds(name)}
             if self._part(stage, block) not in self.checkpoint:  # a killed run stored it: the fit has the same bits
                 self.checkpoint.put(self._part(stage, block), own, {})
-        self.checkpoint.put(self._key(stage, level), rest, {})  # last: all blocks are stored now
+        self.checkpoint.put(self._key(stage, level), rest, {"notes": [*notes]})  # last: all blocks are stored now
         self._remove_replaced(stage, level)
 
-    def get(self, stage: int, level: int | None) -> dict[str, Tensor]:
-        """The stored parameters of a fit, without those that the next window has replaced."""
+    def get(self, stage: int, level: int | None) -> tuple[dict[str, Tensor], list[str]]:
+        """The stored parameters of a fit, without those that the next window has replaced, and its notes."""
         found: dict[str, Tensor] = {}
         if level is None:
             after = min((one for one in self.windows if one > stage), default=stage)
             replaced = self.windows[after] if after > stage and self.holds(after, None) else range(0)
             for block in self.windows[stage]:
                 found |= {} if block in replaced else self.checkpoint.get(self._part(stage, block))[0]
-        found |= self.checkpoint.get(self._key(stage, level))[0]
+        rest, values = self.checkpoint.get(self._key(stage, level))
         self._remove_replaced(stage, level)
-        return found
+        return found | rest, values.get("notes", [])
 
     def finished(self, stage: int) -> JsonObject | None:
         """The values that `finish` stored of a block; None if the block was not finished when the run began."""
@@ -77,6 +77,7 @@ class StoredFits:
         without_input: Mapping[Layer, bool],
         layers: Iterable[Layer],
         levels: int,
+        notes: Sequence[str],
     ) -> None:
         """Note that a block and its window are stored, and remove the entries that a resumed run does not read.
 
@@ -86,10 +87,12 @@ class StoredFits:
             without_input: layers that have received no input up to this block.
             layers: all its layers.
             levels: number of its projections.
+            notes: of its projections and of the fits between them.
         """
         if self._finished(stage) not in self.checkpoint:
             left = {layer.name: used for layer, used in without_input.items()}
-            self.checkpoint.put(self._finished(stage), {}, {"layers": [*names], "without_input": left})
+            values = {"layers": [*names], "without_input": left, "notes": [*notes]}
+            self.checkpoint.put(self._finished(stage), {}, values)
         for level in range(levels - 1):
             self.checkpoint.drop(self._key(stage, level))
             for layer in layers:

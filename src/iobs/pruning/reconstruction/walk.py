@@ -97,13 +97,15 @@ class Walk:
     def _window(self, base: Stream, ahead: Stream, dense: Stream, stage: int) -> None:
         """Prune a block, fit the window that ends with it, and slide on to the next window."""
         sweep, spans = self.sweep, self.stored.windows
-        other = 4 - self._place
+        other, notes = 4 - self._place, self.work.callbacks.notes
+        before = len(notes)
         wanted = self._prune_block(ahead, dense, stage, other)
+        noted = notes[before:]
         sweep.residency.release_dense(stage)
         last = stage == len(sweep.chain) - 1 and self.fit.last == "kl"  # behind it come the norm and the head
         window = Window(Streams.of(sweep, base, dense), spans[stage], wanted, last)
         self.fits.fit(window, self.fit.steps, stage)
-        self._finish(ahead, stage)
+        self._finish(ahead, stage, noted)
         first = min((span.start for end, span in spans.items() if end > stage), default=stage + 1)
         passed = range(spans[stage].start, first)
         self._move(base, base, passed)
@@ -157,14 +159,16 @@ class Walk:
         layers = {layer.name: layer for layer in self.sweep.layers}
         for name in finished["layers"]:
             self.projection.read(layers[name])
+        for text in finished.get("notes", []):
+            self.work.note(text)
         self.sweep.without_input = {layers[name]: used for name, used in finished["without_input"].items()}
 
-    def _finish(self, ahead: Stream, stage: int) -> None:
-        """Note that a block and its window are in the checkpoint."""
+    def _finish(self, ahead: Stream, stage: int, noted: list[str]) -> None:
+        """Note that a block and its window are in the checkpoint, with the notes of its projections."""
         grown = self._grown(ahead, stage)
         own = {layer.name for layer in grown}
         names = [entry.name for entry in self.projection.record.layers if entry.name in own]
-        self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())))
+        self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())), noted)
 
     def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
         """Prune the groups of one stage."""

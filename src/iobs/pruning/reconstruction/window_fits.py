@@ -58,10 +58,16 @@ class WindowFits:
         if not (steps or self._keeps(level)) or not fit.masters.values or not self._has_gradient(fit, name):
             return
         if stored.holds(stage, level):
-            fit.masters.restore(stored.get(stage, level))
+            if steps:
+                self._rate(window, fit)  # known, and noted
+            values, left = stored.get(stage, level)
+            fit.masters.restore(values)
+            for text in left:
+                self.work.note(text)
         elif not steps:
             stored.put(stage, level, fit.masters.snapshot())
         else:
+            left = []
             rate, before = self._rate(window, fit), fit.loss()
             after = loss_after(lambda: fit.run(steps, rate, decay), fit.loss)
             if not after < before:
@@ -69,9 +75,9 @@ class WindowFits:
                 after = loss_after(lambda: fit.run(steps, rate / _RETREAT, decay), fit.loss)
             if not after < before:
                 fit.undo()
-                left = f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}."
-                self.work.note(left)
-            stored.put(stage, level, fit.masters.snapshot())
+                left = [f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}."]
+                self.work.note(left[0])
+            stored.put(stage, level, fit.masters.snapshot(), left)
         fit.masters.keep()
 
     def _keeps(self, level: int | None) -> bool:
@@ -103,5 +109,7 @@ class WindowFits:
                 key, lambda: trials.choose(fit, fit.loss(), work.checkpoint, key, work.callbacks.on_measure)
             )
             self.rates[on_grids] = float(found["rate"])
-            work.note(f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']}).")
+            text = f"Learning rate of block reconstruction{values}: {found['rate']:g} ({found['text']})."
+            if text not in work.callbacks.notes:  # as after a finished block of a resumed run
+                work.note(text)
         return self.rates[on_grids]
