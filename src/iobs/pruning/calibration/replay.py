@@ -155,7 +155,7 @@ class Stream:
         """Convert the floating arguments of the blocks, except the hidden states, to another dtype."""
         for index, blocks in enumerate(self.arguments):
             seen: dict[int, Tensor] = {}  # blocks share masks and positions, which are converted once
-            self.arguments[index] = [_cast(arguments, dtype, seen) for arguments in blocks]
+            self.arguments[index] = [cast_floats(arguments, dtype, seen) for arguments in blocks]
 
     def _record(self, index: int) -> None:
         """Record all blocks' arguments on one batch, and the input of the first; the blocks pass their input on."""
@@ -275,16 +275,16 @@ def _mark(value: Tensor) -> Mark:
     return value.shape, total
 
 
-def _cast(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
+def cast_floats(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
     """Convert the floating tensors in nested arguments; `seen` holds converted tensors by the id of the original."""
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = value.to(dtype) if value.is_floating_point() else value
         return seen[id(value)]
     if isinstance(value, (tuple, list)):
-        return type(value)([_cast(entry, dtype, seen) for entry in value])
+        return type(value)([cast_floats(entry, dtype, seen) for entry in value])
     if isinstance(value, dict):
-        return {key: _cast(entry, dtype, seen) for key, entry in value.items()}
+        return {key: cast_floats(entry, dtype, seen) for key, entry in value.items()}
     return value
 
 
