@@ -115,6 +115,15 @@ def test_step_aligns_channels_that_a_linear_layer_reads_at_several_positions():
     assert (site.name, len(site.columns[0]), site.step(8)) == ("10", 16, 8)
 
 
+def test_attributes_of_parameters_are_kept():
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].weight.no_decay = True
+    model[0].weight.mask = torch.ones(8, 5)  # of the old shape
+    (site,) = find_sites(model, torch.randn(4, 5))
+    remove(model, [site], {site.name: range(3)})
+    assert vars(model[0].weight) == {"no_decay": True}
+
+
 def test_kernels_keep_their_memory_format():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     model.to(memory_format=torch.channels_last)

@@ -25,8 +25,9 @@ def remove(
 ) -> None:
     """Remove units from a model: all rows that write them and all columns that read them.
 
-    Parameters are new tensors afterwards, so an optimizer has to be made anew. The sites describe the model before the
-    removal; find them again before another one.
+    Parameters are new tensors afterwards, so an optimizer has to be made anew. They keep attributes of the user, such
+    as `no_decay`, unless these are tensors. The sites describe the model before the removal; find them again before
+    another one.
 
     Args:
         model: changed in place.
@@ -113,7 +114,9 @@ def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -
     if name in module._parameters:
         before = module._parameters[name]
         assert before is not None
-        module._parameters[name] = nn.Parameter(value.contiguous(memory_format=layout), before.requires_grad)
+        narrow = nn.Parameter(value.contiguous(memory_format=layout), before.requires_grad)
+        vars(narrow).update({mark: one for mark, one in vars(before).items() if not isinstance(one, Tensor)})
+        module._parameters[name] = narrow
     else:
         module._buffers[name] = value.contiguous(memory_format=layout)
     _resize(module, name, old, tuple(value.shape))
