@@ -99,6 +99,35 @@ def test_failed_run_leaves_the_parameters_unchanged(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def twice(norm, *shared):
+    """A network whose first two layers share parameters."""
+    torch.manual_seed(0)
+    first, second = norm(nn.Linear(12, 12)), norm(nn.Linear(12, 12))
+    for name in shared:
+        path, _, last = name.rpartition(".")
+        setattr(second.get_submodule(path), last, first.get_parameter(name))
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(12, 4)).eval()
+
+
+def test_weights_that_are_computed_from_the_same_parameters_are_pruned_as_one():
+    model = twice(parametrizations.weight_norm, *(f"parametrizations.weight.original{place}" for place in (0, 1)))
+    other = twice(lambda one: one, "weight")
+    other[0].weight.data = model[0].weight.detach().clone()
+    for place in (0, 2):
+        other[place].bias.data = model[place].bias.detach().clone()
+    other[4].load_state_dict(model[4].state_dict())
+    report, expected = (iobs.prune(one, data(), 0.5, "one-shot") for one in (model, other))
+    assert [(row.name, row.zeros) for row in report.audit] == [(row.name, row.zeros) for row in expected.audit]
+    assert torch.equal(model[2].weight, model[0].weight)
+    torch.testing.assert_close(model[0].weight, other[0].weight, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_that_share_a_part_of_their_parameters_stay_dense():
+    model = twice(parametrizations.weight_norm, "parametrizations.weight.original1")
+    report = iobs.prune(model, data(), 0.5, "one-shot")
+    assert [row.name for row in report.audit] == ["4"]
+
+
 @pytest.mark.parametrize("name", ["weight norm", "old weight norm"])
 def test_weight_norm_of_a_row_of_zeros_is_finite(name):
     model = network(NORMS[name])

@@ -8,6 +8,7 @@ give the pruned weight, with all its zeros.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,13 +33,16 @@ Restore = Callable[[], None]
 def folded(model: nn.Module) -> Iterator[None]:
     """Make the computed weights of a model parameters; on exit restore the modules, with the weights as they are then.
 
-    Parametrisations that cannot be inverted without loss of zeros are left alone, such as the spectral norm.
+    Parametrisations that cannot be inverted without loss of zeros are left alone, such as the spectral norm. Weights
+    that are computed from the same parameters become one parameter. Those that share some of them are left alone.
     """
     restores: list[Restore] = []
+    known: dict[tuple[int, ...], nn.Parameter] = {}
+    apart = _sharing_in_part(model)
     try:
         for module in [*model.modules()]:
             if parametrize.is_parametrized(module):
-                restores += _without_parametrisations(module)
+                restores += _without_parametrisations(module, known, apart)
             for key, hook in [*module._forward_pre_hooks.items()]:
                 if isinstance(hook, WeightNorm):
                     restores.append(_without_weight_norm(module, key, hook))
@@ -74,10 +78,24 @@ def unfolded(model: nn.Module) -> set[int]:
     return {id(one) for one in found}
 
 
-def _plain(module: nn.Module, name: str, value: Tensor, trained: bool) -> Callable[[], Tensor | None]:
+def _sources(parametrisation: nn.Module) -> tuple[int, ...]:
+    """Identities of the parameters from which a parametrisation computes its weight."""
+    return tuple(id(one) for one in parametrisation.parameters())
+
+
+def _sharing_in_part(model: nn.Module) -> set[int]:
+    """Identities of the parameters that two parametrisations share, of which one has others besides."""
+    lists = {_sources(one) for one in model.modules() if isinstance(one, parametrize.ParametrizationList)}
+    counts = Counter(source for sources in lists for source in {*sources})
+    return {source for source, count in counts.items() if count > 1}
+
+
+def _plain(
+    module: nn.Module, name: str, value: Tensor, trained: bool, shared: nn.Parameter | None = None
+) -> Callable[[], Tensor | None]:
     """Register a parameter; returns a function that removes it, and returns its value if it has changed."""
     before = value.detach().clone(memory_format=torch.contiguous_format)
-    module.register_parameter(name, nn.Parameter(before.clone(), trained))
+    module.register_parameter(name, nn.Parameter(before.clone(), trained) if shared is None else shared)
 
     def taken() -> Tensor | None:
         now = module._parameters.pop(name)
@@ -87,22 +105,38 @@ def _plain(module: nn.Module, name: str, value: Tensor, trained: bool) -> Callab
     return taken
 
 
-def _without_parametrisations(module: nn.Module) -> list[Restore]:
-    """Remove the parametrisations of a module if all of them can be inverted."""
+def _without_parametrisations(
+    module: nn.Module, known: dict[tuple[int, ...], nn.Parameter], apart: set[int]
+) -> list[Restore]:
+    """Remove the parametrisations of a module if all of them can be inverted.
+
+    Args:
+        module: the module.
+        known: the parameters that weights have become, by `_sources`; those of the module are added.
+        apart: `_sharing_in_part` of the model.
+    """
     inner, own = module._modules["parametrizations"], type(module)
     assert isinstance(inner, nn.ModuleDict)
     lists = {name: one for name, one in inner.items() if isinstance(one, parametrize.ParametrizationList)}
-    if not all(_gives_back(one) for one in lists.values()):
+    if not all(_gives_back(one) and apart.isdisjoint(_sources(one)) for one in lists.values()):
         return []
     values = {name: one().detach() for name, one in lists.items()}
+    shared = {name: known[_sources(one)] for name, one in lists.items() if _sources(one) in known}
+    if not all(torch.equal(one, values[name]) for name, one in shared.items()):  # as along other dimensions
+        return []
     del module._modules["parametrizations"]
     module.__class__ = own.__bases__[0]
     takes = {
         name: _plain(
-            module, name, values[name], any(one.requires_grad for one in lists[name].parameters(recurse=False))
+            module,
+            name,
+            values[name],
+            any(one.requires_grad for one in lists[name].parameters(recurse=False)),
+            shared.get(name),
         )
         for name in lists
     }
+    known |= {_sources(one): module.get_parameter(name) for name, one in lists.items() if _sources(one)}
 
     def restore() -> None:
         changed = {name: take() for name, take in takes.items()}
