@@ -172,6 +172,20 @@ def test_read_table_raises_if_target_names_a_column_of_x(tmp_path):
         read_table(tmp_path / "t.npz", "x0")
 
 
+def test_arrays_beside_x_and_y_have_a_use_or_are_refused(tmp_path):
+    file = tmp_path / "t.npz"
+    np.savez(file, X=np.eye(3), y=np.arange(3.0), w=np.array([1.0, 2, 3]))
+    with pytest.raises(DataError, match=r"holds X and y, and also w, which would not be used: .*--drop w"):
+        read_table(file, "y")
+    weighted = read_table(file, "y", aside=["w"])
+    assert weighted.names == read_table(file, "y", ["w"]).names == ["x0", "x1", "x2"]
+    assert weighted.aside["w"].tolist() == [1, 2, 3]
+    np.savez(file, X=np.eye(3), y=np.arange(3.0), w=np.ones(2))
+    with pytest.raises(DataError, match="equal length"):
+        read_table(file, "y", aside=["w"])
+    assert [*tables.read_columns(file)] == ["x0", "x1", "x2", "y"]
+
+
 @pytest.mark.parametrize("damage", ["cut off", "empty", "in its header", "in its numbers", "an array alone"])
 def test_read_table_raises_if_an_archive_is_damaged(damage, tmp_path):
     file = tmp_path / "t.npz"

@@ -11,8 +11,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -97,7 +98,8 @@ def read_table(
     """Read a table with a header.
 
     Args:
-        file: .csv (also .tsv), .parquet, or .npz with arrays X and y, or with one array per column.
+        file: .csv (also .tsv), .parquet, or .npz with arrays X and y, or with one array per column. Beside X and y
+            lie only columns (n,) that an argument names, such as sample weights.
         target: name of the column to be explained; it may hold text.
         drop: names of columns to leave out.
         missing: "error" refuses missing values. "drop" leaves out their rows. "mean" puts the mean of the column, and a
@@ -111,7 +113,8 @@ def read_table(
             hold neither numbers nor categories; a file too large for this machine's memory. One error has all problems.
         NonFiniteError: all problems are missing or infinite values.
     """
-    columns = read_columns(file, (*([target] if target else []), *categories))
+    text = (*([target] if target else []), *categories)
+    columns = read_columns(file, text, (*text, *drop, *aside))
     absent = [name for name in dict.fromkeys((target, *drop, *categories, *aside)) if name not in columns]
     if absent:
         raise DataError(_without(file, absent, list(columns)))
@@ -164,19 +167,22 @@ def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> 
     return kept
 
 
-def read_columns(file: Path, text: Sequence[str] = ()) -> dict[str, Column]:
+def read_columns(file: Path, text: Sequence[str] = (), named: Sequence[str] | None = None) -> dict[str, Column]:
     """The columns of a table: float64 (missing: NaN), bool, or text (missing: None).
 
     Args:
         file: as `read_table`.
         text: names of columns whose entries are kept as written, except for decimal commas.
+        named: names of the only arrays that an .npz may have beside X and y; None: columns of any name.
 
     Raises:
         DataError: as `read_table`.
     """
     if not file.is_file():
         raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
-    readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet, ".npz": _read_npz}
+    readers: dict[str, Callable[[Path, Sequence[str]], dict[str, Column]]]
+    readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet}
+    readers[".npz"] = partial(_read_npz, named=named)
     suffix = file.suffix.lower()
     if suffix not in readers:
         raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
@@ -283,7 +289,7 @@ def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
     return {name: _plain(one.to_numpy(), name in text) for name, one in plain.items()}
 
 
-def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
+def _read_npz(file: Path, text: Sequence[str], named: Sequence[str] | None) -> dict[str, Column]:
     try:
         with file.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -300,7 +306,15 @@ def _read_npz(file: Path, text: Sequence[str]) -> dict[str, Column]:
             )
         if target not in arrays or target == "X":
             raise DataError(f"{file} holds no array {target!r} to be explained: leave --target out, and it is y.")
-        arrays = {**columns, target: arrays[target]}
+        others = {name: one for name, one in arrays.items() if name not in ("X", "y")}
+        if named is None:
+            others = {name: one for name, one in others.items() if one.shape == arrays[target].shape}
+        elif unnamed := [name for name in others if name not in named]:
+            raise DataError(
+                f"{file} holds X and y, and also {_some(unnamed)}, which would not be used: give it a use, as that of "
+                f"sample weights, leave it out (--drop {unnamed[0]}), or save the file without it."
+            )
+        arrays = {**columns, **others, target: arrays[target]}
     if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
         raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
     return {name: _plain(values, name in text) for name, values in arrays.items()}
