@@ -178,7 +178,7 @@ def test_changed_sets_one_field_from_text(key, text, expected):
         ("damping.deep", "1", "'deep' is unknown"),
         ("damping", "much", "damping must be a number"),
         ("rounds.count", "0", "whole number of at least 1"),
-        ("finetune.lr", "quick", 'lr must be "auto" or a number'),
+        ("finetune.lr", "quick", 'lr must be "auto" or a finite number'),
     ],
 )
 def test_changed_refuses_with_the_reason(key, text, message):
