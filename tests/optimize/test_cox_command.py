@@ -90,6 +90,27 @@ def test_predictions_are_hazards_and_median_times(patients, tmp_path):
             assert model.predict_survival(X[i : i + 1], [time.max()])[0, 0] > 0.5
 
 
+def test_rows_of_weight_zero_count_as_left_out(patients, tmp_path):
+    file, *_ = patients
+    header, *lines = file.read_text().splitlines()
+    weights = [int(line.startswith("6")) for line in lines]  # the older ones
+    weighted, older = tmp_path / "weighted.csv", tmp_path / "older.csv"
+    rows = [f"{line},{weight}" for line, weight in zip(lines, weights, strict=True)]
+    weighted.write_text("\n".join([f"{header},w", *rows]))
+    older.write_text("\n".join([header, *(line for line, weight in zip(lines, weights, strict=True) if weight)]))
+    options = ["--target", "time", "--status", "status", "-k", 3, "--json"]
+    one = json.loads(_run("solve", weighted, *options, "--weight", "w", "-o", tmp_path / "one.json"))
+    other = json.loads(_run("solve", older, *options, "-o", tmp_path / "other.json"))
+    assert one["concordance"] == pytest.approx(other["concordance"])
+    for row, same in zip(one["features"], other["features"], strict=True):
+        assert row["per_standard_deviation"] == pytest.approx(same["per_standard_deviation"], rel=1e-6)
+    hazards = [
+        json.loads(_run("predict", tmp_path / name, file, "--json"))["predictions"]["log hazard ratio"]
+        for name in ("one.json", "other.json")
+    ]
+    assert hazards[0] == pytest.approx(hazards[1], abs=1e-6)
+
+
 def test_table_shows_hazard_ratios_events_and_no_constant(patients):
     file, _, _, status = patients
     shown = _run("solve", file, "--loss", "cox", "--target", "time", "--status", "status", "-k", "bic")
@@ -131,6 +152,9 @@ def test_baseline_and_concordance_equal_plain_loops(rng):
         assert value == pytest.approx(total)
     assert concordance(times, np.ones(60), -times) == 1.0
     assert concordance(times, np.ones(60), times) == 0.0
+    counts = rng.integers(0, 4, 60)
+    repeated = concordance(*(values.repeat(counts) for values in (times, events, margin)))
+    assert concordance(times, events, margin, counts) == pytest.approx(repeated)
 
 
 def _line(tmp_path, rng):

@@ -353,6 +353,7 @@ def test_weights_of_solve_equal_repeated_rows(numbers, tmp_path, rng):
         assert one["name"] == other["name"]
         assert one["coefficient"] == pytest.approx(other["coefficient"], rel=1e-8)
         assert one["standard_error"] == pytest.approx(other["standard_error"], rel=1e-6)
+        assert one["per_standard_deviation"] == pytest.approx(other["per_standard_deviation"], rel=1e-8)
 
 
 @pytest.mark.parametrize(

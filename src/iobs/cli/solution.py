@@ -123,8 +123,10 @@ class Solution:
 
     @cached_property
     def spread(self) -> Array:
-        """Standard deviations of the columns (d,)."""
-        return np.asarray(self.table.X.std(axis=0))
+        """Weighted standard deviations of the columns (d,)."""
+        from iobs.optimize.objectives.centring import variances
+
+        return np.asarray(np.sqrt(variances(self.table.X, self.sides.weights, True)))
 
     def coefficients(self, theta: Array) -> tuple[Array, Array]:
         """(1, d) and (1,), or (C, d) and (C,) for C > 2 classes."""
@@ -223,11 +225,12 @@ def _concordance(found: Solution) -> float | None:
     """Harrell's concordance of Cox's model on the table; None for other losses, and where pairs are too many."""
     from iobs.optimize.estimators.survival import concordance
 
-    events, times = found.sides.events, found.table.y
+    events, times, weights = found.sides.events, found.table.y, found.sides.weights
     if events is None or len(times) * float(events.sum()) > _PAIRS:
         return None
     margin = found.table.X @ found.coefficients(found.best.theta)[0][0]
-    value = concordance(times, events, margin if found.sides.offset is None else margin + found.sides.offset)
+    margin = margin if found.sides.offset is None else margin + found.sides.offset
+    value = concordance(times, events, margin, weights)
     return value if math.isfinite(value) else None
 
 
@@ -279,7 +282,7 @@ def _fitted(found: Solution) -> dict[str, Any]:
     sides, classes = found.sides, tuple(found.table.classes)
     survival = None
     if sides.events is not None:  # relative to a row at the means of the columns
-        constants = -found.table.X.mean(axis=0) @ theta.T
+        constants = -np.average(found.table.X, axis=0, weights=sides.weights) @ theta.T
         margin = found.table.X @ theta[0] + constants[0]
         margin = margin if sides.offset is None else margin + sides.offset
         survival = baseline(found.table.y, sides.events, sides.weights, margin)

@@ -19,22 +19,25 @@ from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_ve
 from iobs.optimize.refit.fit import Fit
 
 
-def concordance(times: Array, events: Array, hazard: Array) -> float:
+def concordance(times: Array, events: Array, hazard: Array, weights: Array | None = None) -> float:
     """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard.
 
     Args:
         times: (n,) times.
         events: (n,) 1 for an event, 0 for a censored time.
         hazard: (n,) hazards or their logarithms; ties count one half.
+        weights: (n,) as counts of samples; ones if not given.
 
     Returns:
         A number from 0 to 1; NaN without comparable pairs.
     """
-    right, pairs = 0.0, 0
+    right, pairs = 0.0, 0.0
+    weights = np.ones(len(times)) if weights is None else weights
     for i in np.flatnonzero(events == 1):
         later = (times > times[i]) | ((times == times[i]) & (events == 0))
-        right += float((hazard[i] > hazard[later]).sum() + 0.5 * (hazard[i] == hazard[later]).sum())
-        pairs += int(later.sum())
+        won = (hazard[i] > hazard[later]) + 0.5 * (hazard[i] == hazard[later])
+        right += float(weights[i] * (weights[later] @ won))
+        pairs += float(weights[i] * weights[later].sum())
     return right / pairs if pairs else float("nan")
 
 
