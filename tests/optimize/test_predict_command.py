@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
+from iobs.cli.whole_files import complete_or_absent
 from iobs.data import fitted
 from iobs.errors import DataError, ModelError, NonFiniteError, OutputError
 from iobs.optimize.estimators import SparseClassifier
@@ -141,6 +142,28 @@ def test_files_that_the_commands_read_are_not_replaced(model, rng, tmp_path):
     with pytest.raises(OutputError, match="is read by this command"):
         _run("solve", tmp_path / "new.csv", "--target", "price", "-o", tmp_path / "new.csv")
     assert (tmp_path / "new.csv").read_text() == before
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_unfinished_predictions_are_removed(failure, model, rng, tmp_path, monkeypatch):
+    def fail(found, file):
+        file.write("price\n")
+        file.flush()
+        raise failure
+
+    _houses(tmp_path / "new.csv", rng, 10)
+    monkeypatch.setattr("iobs.cli.predict._write", fail)
+    result = CliRunner().invoke(app, ["predict", str(model), str(tmp_path / "new.csv"), "-o", str(tmp_path / "p.csv")])
+    assert result.exit_code != 0
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_failure_before_a_file_was_touched_keeps_it(tmp_path):
+    file = tmp_path / "kept.json"
+    file.write_text("{}")
+    with pytest.raises(OutputError, match="Permission denied"), complete_or_absent(file):
+        raise PermissionError(13, "Permission denied")
+    assert file.read_text() == "{}"
 
 
 def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Annotated, TextIO
 import typer
 
 from iobs.cli import console
+from iobs.cli.whole_files import complete_or_absent
 
 
 @console.with_groups
@@ -38,11 +39,8 @@ def predict(
     console.check_files((output,), (model, model / "model.json", data))
     found = Fitted.load(model).predict(data)
     if output is not None:
-        try:
-            with output.open("w", newline="", encoding="utf8") as file:
-                _write(found, file)
-        except OSError as error:
-            raise OutputError(f"Cannot write {output}: {error.strerror}.") from error
+        with complete_or_absent(output), output.open("w", newline="", encoding="utf8") as file:
+            _write(found, file)
         console.say(f"Wrote {output}")
     if talk.as_json:  # the columns have a place of their own, since their names are the user's
         console.print_json({"predictions": found})

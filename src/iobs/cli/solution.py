@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 
 from iobs.cli import console
+from iobs.cli.whole_files import complete_or_absent
 
 if TYPE_CHECKING:
     from iobs.cli.near_optimal import NearOptimal
@@ -307,13 +308,10 @@ def write(file: Path, model: ModelReport) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    from iobs.errors import OutputError
     from iobs.report.numbers import to_json
 
-    try:
+    with complete_or_absent(file):
         file.write_text(to_json(model) + "\n", encoding="utf8")
-    except OSError as error:
-        raise OutputError(f"Cannot write {file}: {error.strerror}.") from error
     console.say(f"Wrote {file}")
 
 
@@ -348,8 +346,8 @@ def draw(file: Path, found: Solution) -> None:
         right.set_ylabel("per standard deviation, largest of a class")
     figure.suptitle(found.target, parse_math=False)
     try:
-        with mpl.rc_context({"text.parse_math": False}):
+        with complete_or_absent(file), mpl.rc_context({"text.parse_math": False}):
             figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise OutputError(f"Cannot write {file}: {error}.") from error
     console.say(f"Wrote {file}")
