@@ -372,6 +372,13 @@ def test_weights_and_offsets_that_do_not_fit_are_refused(arguments, words, tmp_p
         _run(file, "--target", "claims", "-k", 1, *arguments)
 
 
+def test_two_outputs_of_one_name_are_refused(numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    with pytest.raises(OutputError, match="Two outputs have the name"):
+        _run(file, "--target", "price", "-k", 1, "-o", tmp_path / "out.png", "--plot", tmp_path / "out")
+    assert not (tmp_path / "out.png").exists()
+
+
 def test_files_are_written_before_the_table_is_printed(numbers, tmp_path, monkeypatch):
     def closed(*_):
         raise BrokenPipeError

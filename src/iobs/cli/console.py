@@ -42,11 +42,13 @@ def check_files(files: Iterable[Path | None], read: Iterable[Path]) -> None:
         read: files that the command reads, and would destroy.
 
     Raises:
-        UnusableOutputError: the folder of a file is missing or not writable, or the command reads the file.
+        UnusableOutputError: the folder of a file is missing or not writable, the command reads the file, or two outputs
+            are one file.
     """
-    for file in files:
-        if file is None:
-            continue
+    given = [file for file in files if file is not None]
+    for number, file in enumerate(given):
+        if file.resolve() in {one.resolve() for one in given[:number]}:
+            raise UnusableOutputError(f"Two outputs have the name {file}; give each its own.")
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise UnusableOutputError(
                 f"Cannot write {file}: give a file in a folder that exists and can be written to."
