@@ -372,6 +372,13 @@ def test_weights_and_offsets_that_do_not_fit_are_refused(arguments, words, tmp_p
         _run(file, "--target", "claims", "-k", 1, *arguments)
 
 
+def test_solve_refuses_an_infinite_ridge(numbers, tmp_path):
+    file = _csv(tmp_path / "t.csv", *numbers)
+    result = CliRunner().invoke(app, [str(file), "--target", "price", "--ridge", "inf"])
+    assert result.exit_code == 2
+    assert "--ridge" in result.output
+
+
 def test_two_outputs_of_one_name_are_refused(numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     with pytest.raises(OutputError, match="Two outputs have the name"):

@@ -135,6 +135,8 @@ def solve(
 
     selection.check(columns, limits, k, proofs.certify is not None or proofs.near is not None)
     proofs.check(columns, limits)
+    if not ridge < math.inf:
+        raise typer.BadParameter("give a finite number", param_hint="--ridge")
     if columns.missing not in ("error", "drop", "mean"):
         raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
     if plot is not None and not plot.suffix:
