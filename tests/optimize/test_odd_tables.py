@@ -90,6 +90,15 @@ def test_missing_categories_of_parquet_are_missing(tmp_path):
     assert read_table(tmp_path / "t.parquet", "y", missing="mean").names == ["town=Rome", "town=(missing)"]
 
 
+def test_a_parquet_without_columns_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has no columns"):
+        Fitted("y", "squared", (), (), np.zeros((1, 0)), np.zeros(1)).predict(tmp_path / "t.parquet")
+
+
 REFUSED = {
     "an empty column": ("a,b,y\n1,,3\n2,,4\n", NonFiniteError, "column 'b' is empty; leave it out with --drop b"),
     "a number that overflows": ("a,b,y\n1e400,2,3\n3,1,4\n", NonFiniteError, "'a' is infinite or too large .*row 1"),

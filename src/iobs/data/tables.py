@@ -186,7 +186,10 @@ def read_columns(file: Path, text: Sequence[str] = (), named: Sequence[str] | No
     suffix = file.suffix.lower()
     if suffix not in readers:
         raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
-    return readers[suffix](file, text)
+    columns = readers[suffix](file, text)
+    if not columns:
+        raise DataError(f"{file} has no columns.")
+    return columns
 
 
 def _without(file: Path, absent: list[str], names: list[str]) -> str:
