@@ -193,6 +193,13 @@ def test_a_category_of_one_level_has_no_column(write):
     assert table.X.shape == (6, 1)
 
 
+@pytest.mark.parametrize("text", ["w,y\n1,2\n2,3\n3,5\n", "w,town,y\n1,Rome,2\n2,Rome,3\n3,Rome,5\n"])
+def test_a_table_without_a_column_that_explains_is_refused(text, write):
+    result = CliRunner().invoke(app, [str(write(text)), "--weight", "w", "-k", "0"])
+    assert isinstance(result.exception, DataError)
+    assert "t.csv has no column that could explain 'y'" in str(result.exception)
+
+
 @pytest.mark.parametrize("options", [["--drop", "w"], ["--target", "w"], ["--offset", "w"], ["--category", "w"]])
 def test_a_weight_with_another_role_is_refused(write, options):
     file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},1,{i}\n" for i in range(8)))

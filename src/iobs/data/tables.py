@@ -151,6 +151,8 @@ def read_table(
     X, names = encoded(codings, columns, problems)
     problems.raise_if_any()
     return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)), sides)
+    if not names:  # all columns are aside, or categories of one level
+        raise DataError(f"{file} has no column that could explain {target!r}; add one of more than one value.")
 
 
 def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> Booleans:
