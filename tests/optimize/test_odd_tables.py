@@ -208,8 +208,8 @@ def test_a_weight_with_another_role_is_refused(write, options):
     assert "'w' has two roles" in str(result.exception)
 
 
-@pytest.mark.parametrize("options", [["--drop", "y"], ["--category", "a", "--drop", "a"]])
-def test_a_column_that_is_used_and_dropped_is_refused(write, options):
+@pytest.mark.parametrize("options", [["--drop", "y"], ["--category", "a", "--drop", "a"], ["--category", "y"]])
+def test_a_column_with_two_roles_is_refused(write, options):
     file = write("a,b,y\n" + "".join(f"{i % 3},{i % 2},{i}\n" for i in range(8)))
     result = CliRunner().invoke(app, [str(file), *options])
     assert isinstance(result.exception, IOBSError)

@@ -120,6 +120,7 @@ def read_table(
         raise DataError(_without(file, absent, list(columns)))
     doubled = [name for name in (target, *categories, *aside) if name in drop]
     doubled += [name for name in aside if name in (target, *categories) or aside.count(name) > 1]
+    doubled += [name for name in categories if name == target]
     if doubled:
         raise DataError(f"The column {doubled[0]!r} has two roles; name it in one option, and do not drop it.")
     if len(columns[target]) == 0:
@@ -150,9 +151,9 @@ def read_table(
     codings = tuple(coding for coding in found if coding is not None)
     X, names = encoded(codings, columns, problems)
     problems.raise_if_any()
-    return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)), sides)
     if not names:  # all columns are aside, or categories of one level
         raise DataError(f"{file} has no column that could explain {target!r}; add one of more than one value.")
+    return Table(X, y, names, classes, codings, int(np.count_nonzero(~kept)), sides)
 
 
 def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> Booleans:
