@@ -231,7 +231,7 @@ def _check_gaps(name: str, values: Column, problems: Problems, what: str = "") -
     gone = is_missing(values)
     if gone.any():
         place = f"the {what}" if what else f"column {name!r}"
-        cure = "--missing drop" if what else "give --missing drop or --missing mean"
+        cure = f"give --missing drop{'' if what else ' or --missing mean'}"
         rows = _rows(np.flatnonzero(gone), gone.size)
         problems.add(f"{place} is missing in {rows}; fill it in, or {cure}.", gap=True)
 
