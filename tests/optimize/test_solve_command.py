@@ -13,6 +13,7 @@ from iobs.cli.solve import solve
 from iobs.data import tables
 from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, NonFiniteError, OutputError
+from iobs.optimize.estimators import SparseClassifier
 
 app = typer.Typer()
 app.command()(solve)
@@ -354,6 +355,19 @@ def test_weights_of_solve_equal_repeated_rows(numbers, tmp_path, rng):
         assert one["coefficient"] == pytest.approx(other["coefficient"], rel=1e-8)
         assert one["standard_error"] == pytest.approx(other["standard_error"], rel=1e-6)
         assert one["per_standard_deviation"] == pytest.approx(other["per_standard_deviation"], rel=1e-8)
+
+
+def test_fractional_weights_are_those_of_the_estimator(numbers, tmp_path, rng):
+    X, y = numbers
+    weights, labels = rng.uniform(2, 30, len(y)), (y + 2 * rng.standard_normal(len(y)) > 5).astype(int)
+    file = _csv(tmp_path / "t.csv", np.column_stack([X, weights]), labels, [*(f"c{j}" for j in range(6)), "w"])
+    found = json.loads(_run(file, "--target", "price", "-k", 2, "--ridge", 1, "--weight", "w", "--json"))
+    model = SparseClassifier(2, ridge=1.0).fit(X, labels, weights)
+    rows = {row["name"]: row for row in found["features"]}
+    assert {f"c{j}" for j in model.support_} == {*rows}
+    for j in model.support_:
+        assert rows[f"c{j}"]["coefficient"] == pytest.approx(model.coef_[0, j], rel=1e-5)
+        assert rows[f"c{j}"]["standard_error"] == pytest.approx(model.standard_errors_[0, j], rel=1e-5)
 
 
 @pytest.mark.parametrize(

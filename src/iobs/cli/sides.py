@@ -23,7 +23,7 @@ class Sides:
     """Inputs of a regression besides its explanations.
 
     Attributes:
-        weights: sample weights (n,), ones if there are none.
+        weights: sample weights (n,) as counts of rows, ones if there are none.
         offset: known part of the linear predictor (n,), or None.
         name: the column of the offset or of the exposure; "" without one.
         exposure: whether the offset is the logarithm of that column.
@@ -52,11 +52,12 @@ def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides
             that is not positive, or without a log link; interactions with options that do not go with them; a status
             that is not 0 and 1; bounds with more than two classes.
     """
+    from iobs.optimize.estimators.base import counts_of
     from iobs.optimize.objectives.arguments import weights_of
 
     weights = np.ones(len(table.y))
     if columns.weight is not None:
-        weights = weights_of(table.aside[columns.weight], len(weights), f"weights {columns.weight!r}")
+        weights = counts_of(weights_of(table.aside[columns.weight], len(weights), f"weights {columns.weight!r}"))
     offset = None if columns.offset is None else table.aside[columns.offset]
     if columns.exposure is not None:
         exposure = table.aside[columns.exposure]
