@@ -58,7 +58,7 @@ def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
             if saved <= wanted * 1.002:
                 break
         asked *= wanted / saved if saved > 0 else 1.2
-    return _filled(choices, cost, limit, best)
+    return filled(choices, cost, limit, best)
 
 
 def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
@@ -114,7 +114,7 @@ def _knapsack(choices: Sequence[Choice], cost: CostModel, others: WidthBySite, s
     return found
 
 
-def _filled(choices: Sequence[Choice], cost: CostModel, limit: float, widths: dict[str, int]) -> dict[str, int]:
+def filled(choices: Sequence[Choice], cost: CostModel, limit: float, widths: dict[str, int]) -> dict[str, int]:
     """Widen sites as far as the limit allows, the largest gain for its cost first."""
     widths = dict(widths)
     while True:

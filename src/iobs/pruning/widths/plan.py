@@ -9,10 +9,11 @@ from iobs.core.structured import Structured
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel
 from iobs.pruning.widths.curves import SiteCurve
-from iobs.pruning.widths.knapsack import Choice, least_effect, require_reachable
+from iobs.pruning.widths.knapsack import Choice, filled, least_effect, require_reachable
 
 _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
+_UNUSED = 0.02  # share of the limit that equal shares may leave unused
 
 
 def possible_widths(pattern: Structured, *family: Site, offered: Collection[int] | None = None) -> tuple[int, ...]:
@@ -69,6 +70,8 @@ def choices_of(
 def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
     """Widths of about the same share of units in all sites, the largest within the limit of the cost.
 
+    Sites with few widths may get wider only together, and leave much of the limit unused. Then single sites get wider.
+
     Raises:
         PatternError: even the smallest widths cost more.
     """
@@ -87,7 +90,8 @@ def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if cost.of(at(middle)) <= limit * (1 + 1e-9) else (low, middle)
-    return at(low)
+    found = at(low)
+    return found if cost.of(found) >= limit * (1 - _UNUSED) else filled(choices, cost, limit, found)
 
 
 def chosen_widths(choices: Sequence[Choice], cost: CostModel, limit: float, equal: bool) -> dict[str, int]:
