@@ -16,10 +16,10 @@ def read(request, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
 
-    def run(text, target="y", drop=(), name="t.csv"):
+    def run(text, target="y", drop=(), name="t.csv", **more):
         file = tmp_path / name
         file.write_text(text)
-        return read_table(file, target, drop)
+        return read_table(file, target, drop, **more)
 
     return run
 
@@ -90,7 +90,7 @@ def test_read_table_reads_booleans_as_numbers_or_classes(read):
 
 def test_read_table_names_classes_as_written(read, monkeypatch):
     monkeypatch.setattr(tables, "_CHUNK_ROWS", 2)  # one chunk of numbers, one of text
-    table = read("a,y\n1,01\n2,01\n3,1.50\n4,x\n")
+    table = read("a,y\n1,01\n2,01\n3,1.50\n4,x\n", target_classes=True)
     assert table.classes == ["01", "1.50", "x"]
     assert read("a,y\n1,True\n2,TRUE\n3,x\n4,x\n").classes == ["TRUE", "True", "x"]
 
@@ -213,3 +213,24 @@ def test_categories_of_text_arrays_keep_their_names(tmp_path):
     table = read_table(file, "y", categories=["code"])
     assert table.names == ["code=1", "x"]
     assert table.y.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["5", "6", "x", "7"], "text such as 'x' among numbers, in row 3; correct these entries, or give --loss"),
+        (["2024-01-02", "2024-01-03", "2024-01-02", "b"], "dates such as '2024-01-02'; give days since a date"),
+    ],
+)
+def test_target_that_may_be_a_mistake_is_refused_unless_it_holds_classes(tmp_path, entries, message):
+    file = tmp_path / "table.csv"
+    file.write_text("y,a\n" + "".join(f"{entry},{row}\n" for row, entry in enumerate(entries)))
+    with pytest.raises(DataError, match=message):
+        read_table(file, "y")
+    assert read_table(file, "y", target_classes=True).classes == sorted({*entries})
+
+
+def test_target_of_mostly_text_is_classes(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("y,a\nlow,1\nhigh,2\n3,3\nlow,4\n")
+    assert read_table(file, "y").classes == ["3", "high", "low"]

@@ -150,6 +150,7 @@ def solve(
         missing=missing,
         categories=columns.category or [],
         aside=columns.aside,
+        target_classes=loss == "logistic",
     )
     table, loss = _with_loss(table, loss, columns.status)
     if proofs.near is not None:

@@ -160,15 +160,11 @@ def _category(name: str, values: Column, missing: Missing, problems: Problems, s
     gone = is_missing(values)
     texts = [str(value) for value in values[~gone]]
     levels = sorted(set(texts))
-    dates = sum(_DATE.match(text) is not None for text in texts)
-    numeric = sum(_is_number(text) for text in texts)
-    if not sure and 2 * dates > len(texts):
+    if not sure and 2 * _dates(texts) > len(texts):
         problems.add(f"column {name!r} holds dates such as {texts[0]!r}; give days since a date, or {leave}.")
-    elif not sure and 2 * numeric >= len(texts):
-        odd = [row for row in np.flatnonzero(~gone).tolist() if not _is_number(str(values[row]))]
+    elif not sure and (odd := _among_numbers(values)):
         problems.add(
-            f"column {name!r} holds text such as {str(values[odd[0]])!r} among numbers, in {_rows(np.array(odd))}; "
-            f"correct these entries, give --category {shlex.quote(name)}, or {leave}."
+            f"column {name!r} holds {odd}; correct these entries, give --category {shlex.quote(name)}, or {leave}."
         )
     elif len(levels) > _MOST_LEVELS or (not sure and len(levels) == len(texts) > 2):
         problems.add(
@@ -182,6 +178,20 @@ def _category(name: str, values: Column, missing: Missing, problems: Problems, s
     return None
 
 
+def _dates(texts: Sequence[str]) -> int:
+    """The number of texts that are dates."""
+    return sum(_DATE.match(text) is not None for text in texts)
+
+
+def _among_numbers(values: Column) -> str:
+    """The first text of a column whose entries are mostly numbers, and the rows of such texts; "" for other columns."""
+    present = np.flatnonzero(~is_missing(values)).tolist()
+    odd = [row for row in present if not _is_number(str(values[row]))]
+    if not odd or 2 * len(odd) > len(present):
+        return ""
+    return f"text such as {str(values[odd[0]])!r} among numbers, in {_rows(np.array(odd))}"
+
+
 def encoded(codings: Sequence[Coding], columns: Mapping[str, Column], problems: Problems) -> tuple[Array, list[str]]:
     """The design matrix (n, d) float64 and the names of its columns."""
     rows = len(next(iter(columns.values()))) if columns else 0
@@ -190,8 +200,15 @@ def encoded(codings: Sequence[Coding], columns: Mapping[str, Column], problems: 
     return matrix, [name for coding in codings for name in coding.names]
 
 
-def target_of(values: Column, name: str, problems: Problems) -> tuple[Array, list[str]]:
-    """The target as numbers (n,), and its classes if it holds text; problems are added."""
+def target_of(values: Column, name: str, problems: Problems, sure: bool = False) -> tuple[Array, list[str]]:
+    """The target as numbers (n,), and its classes if it holds text; problems are added.
+
+    Args:
+        values: its entries.
+        name: of the column.
+        problems: to add to.
+        sure: whether the user said that the target holds classes.
+    """
     what = f"target {name!r}"
     if values.dtype.kind in _UNFIT:
         problems.add(f"the {what} holds {_UNFIT[values.dtype.kind]}.")
@@ -202,8 +219,14 @@ def target_of(values: Column, name: str, problems: Problems) -> tuple[Array, lis
     if values.dtype.kind not in "Ob":
         _check_sizes(name, np.asarray(values, dtype=np.float64), problems, what)
         return np.asarray(values, dtype=np.float64), []
-    classes, numbers = np.unique(values.astype(str), return_inverse=True)
-    if classes.size < 2:
+    texts = values.astype(str)
+    classes, numbers = np.unique(texts, return_inverse=True)
+    told = "or give --loss logistic if these are classes"
+    if not sure and 2 * _dates(texts.tolist()) > len(texts):
+        problems.add(f"the {what} holds dates such as {str(texts[0])!r}; give days since a date, {told}.")
+    elif not sure and values.dtype.kind == "O" and (odd := _among_numbers(values)):
+        problems.add(f"the {what} holds {odd}; correct these entries, {told}.")
+    elif classes.size < 2:
         problems.add(f"the {what} is {str(classes[0])!r} everywhere; there is nothing to tell apart.")
     elif classes.size > _MOST_LEVELS:
         problems.add(f"the {what} holds {classes.size:,} different texts such as {str(classes[0])!r}; give numbers.")

@@ -94,6 +94,7 @@ def read_table(
     missing: Missing = "error",
     categories: Sequence[str] = (),
     aside: Sequence[str] = (),
+    target_classes: bool = False,
 ) -> Table:
     """Read a table with a header.
 
@@ -107,6 +108,7 @@ def read_table(
             target.
         categories: names of columns of numbers that are categories.
         aside: names of columns of numbers that are not in X but in `Table.aside`; rows that lack one are left out.
+        target_classes: whether the target holds classes. False: dates, and text among mostly numbers, are refused.
 
     Raises:
         DataError: no such file, column or format; two columns of one name; a row longer than the header; columns that
@@ -145,7 +147,7 @@ def read_table(
     if not kept.any():
         problems.add("every row has missing values; nothing is left to fit.", gap=True)
         problems.raise_if_any()
-    y, classes = target_of(answers, target, problems)
+    y, classes = target_of(answers, target, problems, target_classes)
     found = [coding_of(name, values, missing, problems, name in categories) for name, values in columns.items()]
     problems.raise_if_any()
     codings = tuple(coding for coding in found if coding is not None)
