@@ -386,6 +386,13 @@ def test_weights_and_offsets_that_do_not_fit_are_refused(arguments, words, tmp_p
         _run(file, "--target", "claims", "-k", 1, *arguments)
 
 
+def test_infinite_exposure_is_refused_by_its_name(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("y,a,years\n1,1,1\n2,3,inf\n0,2,2\n")
+    with pytest.raises(DataError, match="exposure 'years' must be positive and finite, got inf"):
+        _run(file, "--target", "y", "-k", 1, "--loss", "poisson", "--exposure", "years")
+
+
 def test_solve_refuses_an_infinite_ridge(numbers, tmp_path):
     file = _csv(tmp_path / "t.csv", *numbers)
     result = CliRunner().invoke(app, [str(file), "--target", "price", "--ridge", "inf"])

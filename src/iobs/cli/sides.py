@@ -63,8 +63,9 @@ def sides_of(table: Table, columns: Columns, loss: str, limits: Limits) -> Sides
         exposure = table.aside[columns.exposure]
         if loss in ("squared", "logistic", "cox") or offset is not None:
             raise DataError("--exposure needs a loss of counts or amounts, such as poisson, and no --offset.")
-        if not (exposure > 0).all():
-            raise DataError(f"The exposure {columns.exposure!r} must be positive, got {exposure.min():g}.")
+        wrong = exposure[~((exposure > 0) & np.isfinite(exposure))]
+        if wrong.size:
+            raise DataError(f"The exposure {columns.exposure!r} must be positive and finite, got {wrong[0]:g}.")
         offset = np.log(exposure)
     if offset is not None and len(table.classes) > 2:
         raise DataError("An offset needs at most two classes.")
