@@ -40,6 +40,12 @@ def test_single_sites_get_wider_where_all_together_cost_too_much():
         assert found[choice.sites[0]] == 16 or cost.of({**found, **choice.at(16)}) > limit
 
 
+def test_single_sites_get_wider_by_one_step():
+    choices, cost = chain((8, 16), (8, 16), tuple(range(1, 17)))
+    assert cost.of({"0": 8, "1": 8, "2": 16}) < 300 < cost.of({"0": 16, "1": 8, "2": 12})
+    assert equal_shares(choices, cost, 300) == {"0": 8, "1": 8, "2": 13}
+
+
 def test_fine_widths_keep_equal_shares():
     choices, cost = chain(*[tuple(range(1, 101))] * 3)
     found = equal_shares(choices, cost, 0.5 * cost.of({}))

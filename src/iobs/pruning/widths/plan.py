@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 
 from iobs.core.structured import Structured
@@ -70,7 +71,8 @@ def choices_of(
 def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
     """Widths of about the same share of units in all sites, the largest within the limit of the cost.
 
-    Sites with few widths may get wider only together, and leave much of the limit unused. Then single sites get wider.
+    Sites with few widths may get wider only together, and leave much of the limit unused. Then single sites get wider
+    by one step.
 
     Raises:
         PatternError: even the smallest widths cost more.
@@ -91,7 +93,16 @@ def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
         middle = (low + high) / 2
         low, high = (middle, high) if cost.of(at(middle)) <= limit * (1 + 1e-9) else (low, middle)
     found = at(low)
-    return found if cost.of(found) >= limit * (1 - _UNUSED) else filled(choices, cost, limit, found)
+    return found if cost.of(found) >= limit * (1 - _UNUSED) else filled(_near(choices, found), cost, limit, found)
+
+
+def _near(choices: Sequence[Choice], widths: Mapping[str, int]) -> list[Choice]:
+    """The choices without the widths more than one step above the given ones, so that shares stay about equal."""
+    ends = [choice.widths.index(widths[choice.sites[0]]) + 2 for choice in choices]
+    return [
+        replace(choice, widths=choice.widths[:end], effects=choice.effects[:end])
+        for choice, end in zip(choices, ends, strict=True)
+    ]
 
 
 def chosen_widths(choices: Sequence[Choice], cost: CostModel, limit: float, equal: bool) -> dict[str, int]:
