@@ -253,9 +253,14 @@ class Workspace:
         """The JSON values of an entry of the checkpoint; a resumed run gets the notes of their computation again."""
         known, before = key in self.checkpoint, len(self.callbacks.notes)
         found = self.checkpoint.remembered(key, lambda: {**compute(), "notes": self.callbacks.notes[before:]})
-        for text in found.get("notes", []) if known else []:
-            self.note(text)
+        if known:
+            self.note_again(found)
         return found
+
+    def note_again(self, values: JsonObject) -> None:
+        """Add the notes that an entry of the checkpoint holds."""
+        for text in values.get("notes", []):
+            self.note(text)
 
     def note_memory(self) -> None:
         """Add a note on the peak memory of a GPU that blocks visit: the peak of main memory may be higher."""

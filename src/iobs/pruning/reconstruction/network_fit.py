@@ -78,8 +78,7 @@ class NetworkFit:
         """Take the steps on the masters, or read them from the checkpoint."""
         work, key = self.work, f"round {self.index} steps of the network"
         if key in work.checkpoint:
-            for text in work.checkpoint.get(key)[1].get("notes", []):
-                work.note(text)
+            work.note_again(work.checkpoint.get(key)[1])
             for stage, one in enumerate(masters):
                 one.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
             return

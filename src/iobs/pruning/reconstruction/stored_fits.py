@@ -53,8 +53,8 @@ class StoredFits:
         self.checkpoint.put(self._key(stage, level), rest, {"notes": [*notes]})  # last: all blocks are stored now
         self._remove_replaced(stage, level)
 
-    def get(self, stage: int, level: int | None) -> tuple[dict[str, Tensor], list[str]]:
-        """The stored parameters of a fit, without those that the next window has replaced, and its notes."""
+    def get(self, stage: int, level: int | None) -> tuple[dict[str, Tensor], JsonObject]:
+        """The stored parameters of a fit, without those that the next window has replaced, and its values."""
         found: dict[str, Tensor] = {}
         if level is None:
             after = min((one for one in self.windows if one > stage), default=stage)
@@ -63,7 +63,7 @@ class StoredFits:
                 found |= {} if block in replaced else self.checkpoint.get(self._part(stage, block))[0]
         rest, values = self.checkpoint.get(self._key(stage, level))
         self._remove_replaced(stage, level)
-        return found | rest, values.get("notes", [])
+        return found | rest, values
 
     def finished(self, stage: int) -> JsonObject | None:
         """The values that `finish` stored of a block; None if the block was not finished when the run began."""

@@ -159,8 +159,7 @@ class Walk:
         layers = {layer.name: layer for layer in self.sweep.layers}
         for name in finished["layers"]:
             self.projection.read(layers[name])
-        for text in finished.get("notes", []):
-            self.work.note(text)
+        self.work.note_again(finished)
         self.sweep.without_input = {layers[name]: used for name, used in finished["without_input"].items()}
 
     def _finish(self, ahead: Stream, stage: int, noted: list[str]) -> None:

@@ -60,10 +60,9 @@ class WindowFits:
         if stored.holds(stage, level):
             if steps:
                 self._rate(window, fit)  # known, and noted
-            values, left = stored.get(stage, level)
-            fit.masters.restore(values)
-            for text in left:
-                self.work.note(text)
+            parameters, values = stored.get(stage, level)
+            fit.masters.restore(parameters)
+            self.work.note_again(values)
         elif not steps:
             stored.put(stage, level, fit.masters.snapshot())
         else:
