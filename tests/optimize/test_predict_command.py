@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from iobs.cli.predict import predict
 from iobs.cli.solve import solve
-from iobs.cli.whole_files import complete_or_absent
 from iobs.data import fitted
 from iobs.errors import DataError, ModelError, NonFiniteError, OutputError
 from iobs.optimize.estimators import SparseClassifier
@@ -156,14 +155,6 @@ def test_unfinished_predictions_are_removed(failure, model, rng, tmp_path, monke
     result = CliRunner().invoke(app, ["predict", str(model), str(tmp_path / "new.csv"), "-o", str(tmp_path / "p.csv")])
     assert result.exit_code != 0
     assert not (tmp_path / "p.csv").exists()
-
-
-def test_failure_before_a_file_was_touched_keeps_it(tmp_path):
-    file = tmp_path / "kept.json"
-    file.write_text("{}")
-    with pytest.raises(OutputError, match="Permission denied"), complete_or_absent(file):
-        raise PermissionError(13, "Permission denied")
-    assert file.read_text() == "{}"
 
 
 def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):

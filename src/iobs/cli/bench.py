@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iobs.cli import console
+from iobs.core.whole_files import whole_file
 from iobs.errors import IOBSError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def bench(
     with Steps("loading the model") as steps:
         rows = [*measured(work, repetitions, lambda task: steps.update(0, 0, task))]
     if plot is not None:
-        plot.write_text(running_figure(rows), encoding="utf8")
+        with whole_file(plot) as written:
+            written.write_text(running_figure(rows), encoding="utf8")
     if talk.as_json:
         console.print_json({"forms": [{**asdict(row), "bytes": row.bytes} for row in rows]})
         return

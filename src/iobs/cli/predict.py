@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 import typer
 
 from iobs.cli import console
-from iobs.cli.whole_files import complete_or_absent
+from iobs.core.whole_files import whole_file
 
 
 @console.with_groups
@@ -39,7 +39,7 @@ def predict(
     console.check_files((output,), (model, model / "model.json", data))
     found = Fitted.load(model).predict(data)
     if output is not None:
-        with complete_or_absent(output), output.open("w", newline="", encoding="utf8") as file:
+        with whole_file(output) as written, written.open("w", newline="", encoding="utf8") as file:
             _write(found, file)
         console.say(f"Wrote {output}")
     if talk.as_json:  # the columns have a place of their own, since their names are the user's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 
 from iobs.cli import console
-from iobs.cli.whole_files import complete_or_absent
+from iobs.core.whole_files import whole_file
 
 if TYPE_CHECKING:
     from iobs.cli.near_optimal import NearOptimal
@@ -310,8 +310,8 @@ def write(file: Path, model: ModelReport) -> None:
     """
     from iobs.report.numbers import to_json
 
-    with complete_or_absent(file):
-        file.write_text(to_json(model) + "\n", encoding="utf8")
+    with whole_file(file) as written:
+        written.write_text(to_json(model) + "\n", encoding="utf8")
     console.say(f"Wrote {file}")
 
 
@@ -346,8 +346,8 @@ def draw(file: Path, found: Solution) -> None:
         right.set_ylabel("per standard deviation, largest of a class")
     figure.suptitle(found.target, parse_math=False)
     try:
-        with complete_or_absent(file), mpl.rc_context({"text.parse_math": False}):
-            figure.savefig(file, dpi=130)
+        with whole_file(file) as written, mpl.rc_context({"text.parse_math": False}):
+            figure.savefig(written, dpi=130)
     except ValueError as error:
         raise OutputError(f"Cannot write {file}: {error}.") from error
     console.say(f"Wrote {file}")
