@@ -71,6 +71,18 @@ def test_json_has_the_columns_of_the_csv_and_quiet_prints_nothing_else(model, rn
     assert CliRunner().invoke(app, [*line, "--quiet"]).output == ""
 
 
+@pytest.mark.parametrize("with_y", [True, False])
+def test_new_matrix_may_lack_the_target_and_its_columns_may_be_categories(with_y, rng, tmp_path):
+    X = np.column_stack([rng.normal(size=60), rng.integers(0, 3, 60)])
+    y = 2 * X[:, 0] + (X[:, 1] == 1)
+    np.savez(tmp_path / "old.npz", X=X, y=y, w=np.ones(60))
+    file = tmp_path / "old.npz"
+    _run("solve", file, "--category", "x1", "--weight", "w", "-k", 2, "-o", tmp_path / "model.json")
+    np.savez(tmp_path / "new.npz", X=X[:10], batch=np.ones(3), **({"y": y[:10]} if with_y else {}))
+    found = np.array(_column(_run("predict", tmp_path / "model.json", tmp_path / "new.npz"), "y"), dtype=float)
+    np.testing.assert_allclose(found, y[:10], atol=1e-6)
+
+
 def test_new_table_may_lack_the_target_and_unused_columns(model, tmp_path):
     file = tmp_path / "new.csv"
     file.write_text("rooms,town,size\n2,Berlin,100\n2,Paris,100\n")

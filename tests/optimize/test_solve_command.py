@@ -188,7 +188,7 @@ def test_solve_raises_if_classes_or_files_are_invalid(numbers, tmp_path, monkeyp
         read_table(tmp_path / "bad.npz", "y")
     np.savez(tmp_path / "two.npz", X=np.eye(3), y=np.ones(3), price=np.arange(3.0))
     assert read_table(tmp_path / "two.npz", "price").y.tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match="no array 'cost'"):
+    with pytest.raises(DataError, match="'cost' is no array of it"):
         read_table(tmp_path / "two.npz", "cost")
     np.savez(tmp_path / "odd.npz", a=np.ones(3), b=np.ones(4))
     with pytest.raises(DataError, match="equal length"):

@@ -184,6 +184,9 @@ def test_arrays_beside_x_and_y_have_a_use_or_are_refused(tmp_path):
     with pytest.raises(DataError, match="equal length"):
         read_table(file, "y", aside=["w"])
     assert [*tables.read_columns(file)] == ["x0", "x1", "x2", "y"]
+    np.savez(file, X=np.eye(3), y=np.arange(3.0), x0=np.ones(3))
+    with pytest.raises(DataError, match="holds an array 'x0' beside X; rename it"):
+        read_table(file, "y", aside=["x0"])
 
 
 @pytest.mark.parametrize("damage", ["cut off", "empty", "in its header", "in its numbers", "an array alone"])

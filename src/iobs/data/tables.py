@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from iobs.data.archives import read_arrays
 from iobs.data.encoding import (
     Coding,
     Column,
@@ -298,33 +299,7 @@ def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
 
 
 def _read_npz(file: Path, text: Sequence[str], named: Sequence[str] | None) -> dict[str, Column]:
-    try:
-        with file.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except MemoryError:
-        raise
-    except Exception as error:  # zipfile, zlib and numpy's parser raise a dozen exception types for a damaged file
-        raise DataError(f"Cannot read {file}: {error}; save it again with numpy.savez.") from error
-    if "X" in arrays and "y" in arrays and arrays["X"].ndim == 2:
-        target = text[0] if text else "y"
-        columns = {f"x{j}": arrays["X"][:, j] for j in range(arrays["X"].shape[1])}
-        if target in columns:
-            raise DataError(
-                f"{file} holds X and y, and y is the target; {target!r} names a column of X: leave --target out."
-            )
-        if target not in arrays or target == "X":
-            raise DataError(f"{file} holds no array {target!r} to be explained: leave --target out, and it is y.")
-        others = {name: one for name, one in arrays.items() if name not in ("X", "y")}
-        if named is None:
-            others = {name: one for name, one in others.items() if one.shape == arrays[target].shape}
-        elif unnamed := [name for name in others if name not in named]:
-            raise DataError(
-                f"{file} holds X and y, and also {_some(unnamed)}, which would not be used: give it a use, as that of "
-                f"sample weights, leave it out (--drop {unnamed[0]}), or save the file without it."
-            )
-        arrays = {**columns, **others, target: arrays[target]}
-    if len({array.shape for array in arrays.values()}) != 1 or next(iter(arrays.values())).ndim != 1:
-        raise DataError(f"{file} must hold X (n, d) and y (n,), or one array of equal length a column.")
+    arrays = read_arrays(file) if named is None else read_arrays(file, text[0], named)
     return {name: _plain(values, name in text) for name, values in arrays.items()}
 
 
