@@ -295,8 +295,31 @@ def tables(rows: list[Row]) -> str:
                 cells.append(cell([row["score"] for row in found], digits) + " *" * earlier)
             several = f"{min(draws)} to {max(draws)}" if len(draws) > 1 else f"{max(draws)}"
             text.append(f"| {NAMES.get(method, method)} | {several} | " + " | ".join(cells) + " |")
-        text.append("")
+        text += ["", *_with_our_steps(own, shares)]
     return "\n".join(text).rstrip()
+
+
+def _with_our_steps(rows: list[Row], shares: list[float]) -> list[str]:
+    """One line on one network: the best peer with our steps beside our tuned network of the same draws."""
+    best = min if "perplexity" in rows[0]["unit"] else max
+    found = []
+    for share in shares:
+        at = [row for row in rows if row["share"] == share]
+        draws = {row["seed"] for row in at if row["method"] == "best"}
+        scores: dict[str, dict[int, float]] = {}
+        for row in at:
+            if row["method"].endswith("+ steps") and row["seed"] in draws:
+                scores.setdefault(row["method"], {})[row["seed"]] = row["score"]
+        if not scores:
+            continue
+        peer = best(scores, key=lambda method: sum(scores[method].values()) / len(scores[method]))
+        ours = [row["score"] for row in at if row["method"] == "best" and row["seed"] in scores[peer]]
+        digits = 2 if rows[0]["unit"] == "accuracy" else 3
+        theirs = f"{cell([*scores[peer].values()], digits)} ({NAMES.get(peer, peer)})"
+        found.append(f"{share:.1%} removed: {theirs} and {cell(ours, digits)} (ours)")
+    return (
+        [f"The best peer with our steps and ours, tuned, on the same draws: {'; '.join(found)}.", ""] if found else []
+    )
 
 
 def _on_gpus(rows: list[Row]) -> list[str]:
