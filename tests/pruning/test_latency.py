@@ -159,7 +159,7 @@ def test_a_width_that_is_no_multiple_takes_the_place_of_none(stack, monkeypatch)
     latency = Latency(2.0, {site.name: Times((8, 9, 20), (0.6, 0.5, 1.0))})
     monkeypatch.setattr(widths, "measure", lambda *_: latency)
     run = SimpleNamespace(
-        request=SimpleNamespace(offered={site.name: (8, 9, 20)}),
+        request=SimpleNamespace(offered={site.name: (8, 9, 20)}, added=()),
         store=SimpleNamespace(model=None),
         fit=SimpleNamespace(batches=[None]),
     )

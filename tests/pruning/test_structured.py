@@ -505,6 +505,23 @@ def test_network_takes_the_share_of_time_asked(monkeypatch):
     assert "NOT faster" not in str(report)
 
 
+def chain_without_biases():
+    """Inner layers read units and write others, and get a bias for the run."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU()]
+    layers += [nn.Conv2d(12, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1, bias=False)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4, bias=False)).eval()
+
+
+def test_layers_without_biases_that_read_and_write_units_are_timed(monkeypatch):
+    counted_as_operations(monkeypatch)
+    model = chain_without_biases()
+    report = iobs.prune(model, pictures(), iobs.Structured(0.3, of="latency"), "one-shot")
+    assert report.costs[-1].share <= 0.71
+    with_bias = [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert with_bias == ["1.bias", "4.bias", "6.bias", "10.bias"]  # those behind a batch norm are part of its mean
+
+
 class Routed(nn.Module):
     """Two experts, of which the first sample reaches one."""
 

@@ -86,6 +86,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
                 tied,
                 units.offered,
                 require_counts,
+                tuple(added),
             )
             work = Workspace.of(store, request, selection, collected, callbacks, frozen)
             report = run(work, ends=False)

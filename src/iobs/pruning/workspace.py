@@ -53,6 +53,7 @@ class Request:
         tied: names of sites that keep equal numbers of units.
         offered: numbers of units, by name of the site, for sites that cannot keep every number.
         require_counts: raises if the model's class cannot have some numbers of units, by name of the site.
+        added: paths of the readers that have a bias for the run only, of zeros before the first projection.
     """
 
     recipe: Recipe
@@ -65,6 +66,7 @@ class Request:
     tied: tuple[tuple[str, ...], ...] = ()
     offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     require_counts: Callable[[Mapping[str, int]], None] | None = None
+    added: tuple[str, ...] = ()
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from iobs.core.column_groups import Groups
@@ -169,11 +170,29 @@ def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tup
     """Times of the blocks of all sites, and the widths that are worth choosing."""
     known = work.request.offered
     offered = {site: possible_widths(pattern, site, offered=known.get(site.name)) for site in sites}
-    latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
+    with _without_added(work):
+        latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
     for site in offered:
         if site.name not in latency.times:
             work.note(f"{site.name} keeps all units: the first sample does not call its block, so it has no time.")
     return latency, {site.name: latency.useful(site, widths) for site, widths in offered.items()}
+
+
+@contextmanager
+def _without_added(work: Workspace) -> Iterator[None]:
+    """Context in which a model is without the biases of the run.
+
+    The dense network does not compute them, and those of layers that also write units would not become narrower.
+    """
+    modules = [work.store.model.get_submodule(path) for path in work.request.added]
+    kept = [module.get_parameter("bias") for module in modules]
+    for module in modules:
+        module.register_parameter("bias", None)
+    try:
+        yield
+    finally:
+        for module, bias in zip(modules, kept, strict=True):
+            module.register_parameter("bias", bias)
 
 
 def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
@@ -189,7 +208,9 @@ def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str
         return found
     fastest: tuple[float, dict[str, int]] | None = None
     for _ in range(_TIMINGS):
-        before, after = shares_of(model, narrowed(model, timed.sites, found), work.fit.batches[0], pattern.runtime)
+        with _without_added(work):
+            narrow = narrowed(model, timed.sites, found)
+            before, after = shares_of(model, narrow, work.fit.batches[0], pattern.runtime)
         share = after / before
         if fastest is None or share < fastest[0]:
             fastest = share, found
