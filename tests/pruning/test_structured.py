@@ -522,6 +522,20 @@ def test_layers_without_biases_that_read_and_write_units_are_timed(monkeypatch):
     assert with_bias == ["1.bias", "4.bias", "6.bias", "10.bias"]  # those behind a batch norm are part of its mean
 
 
+def test_dense_time_is_that_of_the_network_without_the_biases_of_the_run(monkeypatch):
+    timed = []
+
+    def seconds(wide, narrow, batch, runtime):
+        timed.append([name for name, _ in wide.named_parameters()])
+        return 2.0, 1.0
+
+    monkeypatch.setattr(structured, "shares_of", seconds)
+    model = network()
+    dense = [name for name, _ in model.named_parameters()]
+    iobs.prune(model, pictures(), iobs.Structured(0.3), "one-shot")
+    assert timed == [dense]
+
+
 class Routed(nn.Module):
     """Two experts, of which the first sample reaches one."""
 

@@ -99,6 +99,8 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
     expected.require(model, wide)
+    if wide is not None:
+        _taken(wide, added)  # the dense network does not compute them
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(
         found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks)]
