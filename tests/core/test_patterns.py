@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iobs.core.patterns import NM, Unstructured, keep_count, parse, share, top_mask
+from iobs.core.patterns import NM, Grid, Unstructured, keep_count, parse, share, top_mask
+from iobs.core.structured import Structured
 from iobs.core.thresholds import smallest_kept, smallest_kept_by_bits
 from iobs.errors import PatternError
 
@@ -113,3 +114,17 @@ def test_pattern_raises_if_impossible():
 def test_unreadable_pattern_says_what_is_wrong_with_it(text, reason):
     with pytest.raises(PatternError, match=reason):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    "combined",
+    [
+        lambda: Structured(0.3) & Grid(4),
+        lambda: Grid(4) & Structured(0.3),
+        lambda: Structured(0.3) & (Unstructured(0.5) & Grid(4)),
+        lambda: Unstructured(0.5) & Structured(0.3),
+    ],
+)
+def test_structured_with_zeros_or_bits_says_to_prune_in_two_runs(combined):
+    with pytest.raises(PatternError, match="prune with it alone, then prune the narrower model with"):
+        combined()

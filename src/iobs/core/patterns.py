@@ -186,6 +186,8 @@ class SparseGrid:
     grid: Grid
 
     def __post_init__(self) -> None:
+        if isinstance(self.pattern, Structured):
+            raise self.pattern.alone(self.grid)
         if not isinstance(self.pattern, (Unstructured, NM)):
             raise PatternError(f"A grid combines with one Unstructured or NM, got {self.pattern!r}.")
 

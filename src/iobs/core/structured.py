@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Literal, cast, get_args
+from typing import Literal, NoReturn, cast, get_args
 
 from iobs.core.partition import Partition
 from iobs.errors import PatternError, is_a
@@ -110,6 +110,18 @@ class Structured:
         raise PatternError(
             f"The pattern {self} removes units of a whole network: use iobs.prune. For one layer use iobs.Groups."
         )
+
+    def alone(self, other: object) -> PatternError:
+        """The error that `other` is asked for in the same run."""
+        return PatternError(
+            f"{self} removes units in a run of its own, before zeros and bits: prune with it alone, "
+            f"then prune the narrower model with {other}."
+        )
+
+    def __and__(self, other: object) -> NoReturn:
+        raise self.alone(other)
+
+    __rand__ = __and__
 
     def __str__(self) -> str:
         """Text that `core.patterns.parse` reads back."""

@@ -75,7 +75,7 @@ def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) 
         share = 1 - cost.of(smallest) / cost.of({})
         raise PatternError(
             f"At most {max(0.0, share):.1%} of this cost can be removed with the widths that these layers may have; "
-            "ask for less, or for more widths: multiple_of=1, uniform=False."
+            "ask for less, or allow more widths if multiple_of is above 1 or uniform is True."
         )
     return smallest
 
