@@ -262,6 +262,15 @@ def _loadable(sites: SitesOfLayers, form: Widths, callbacks: Callbacks) -> Sites
             f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
             "nevertheless, to be exported or stored as a whole."
         )
+    by_name = {site.name: site for site in found}
+    for group in form.groups:
+        own = [by_name[name] for name in group.sites if name in by_name]
+        if own and group.counts is not None:
+            some = ", ".join(map(str, group.counts[:-1])) or "none"
+            callbacks.on_note(
+                f"{listed([site.name for site in own])}: of {own[0].count} units the class loads {some} or all. With "
+                "uniform=False any number can stay, but the class does not load the model: export it."
+            )
     return replace(sites, sites=found)
 
 

@@ -155,8 +155,11 @@ def test_narrower_model_is_pruned_further(tmp_path):
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
 
 
-def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(monkeypatch):
-    def divisors_alone(model, config):  # as some versions of transformers
+@pytest.fixture
+def five_heads(monkeypatch):
+    """A Llama of 5 heads whose class, as in some versions of transformers, loads divisors of the hidden size alone."""
+
+    def divisors_alone(model, config):
         if config.hidden_size % config.num_attention_heads:
             return "the hidden size is no multiple of the number of heads"
         return built(model, config)
@@ -171,14 +174,23 @@ def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(monkeypa
         num_hidden_layers=1,
         vocab_size=32,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
-    sites = find_sites(model, {"input_ids": torch.arange(16).view(2, 8)})
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(five_heads):
+    sites = find_sites(five_heads, {"input_ids": torch.arange(16).view(2, 8)})
     heads = next(site.name for site in sites if site.kind == "heads")
-    widths = widths_of(model, sites)
+    widths = widths_of(five_heads, sites)
     assert widths.offered() == {heads: (1, 2, 4, 5)}  # divisors of the hidden size, and all heads
     with pytest.raises(ModelError, match="cannot keep 3 units"):
         require_loadable(widths, {heads: 3})
     require_loadable(widths, {heads: 2})
+
+
+def test_report_says_which_numbers_of_heads_the_class_loads(five_heads):
+    data = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(4)]
+    report = iobs.prune(five_heads, data, iobs.Structured(0.2), "one-shot")
+    assert any("o_proj: of 5 units the class loads 1, 2, 4 or all. With uniform=False" in one for one in report.notes)
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.5, 4.0])
