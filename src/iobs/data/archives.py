@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from iobs.data.encoding import Column
-from iobs.errors import DataError
+from iobs.errors import DataError, listed
 
 
 def read_arrays(file: Path, target: str | None = None, named: Collection[str] = ()) -> dict[str, Column]:
@@ -57,9 +57,8 @@ def _beside_matrix(
         raise DataError(f"{file} holds X and y, and {target!r} {what}: leave --target out, and y is explained.")
     arrays = {name: one for name, one in arrays.items() if name == target or name != "y"}
     if unnamed := [name for name in arrays if name not in (target, *named)]:
-        names = ", ".join(unnamed[:12]) + (", ..." if len(unnamed) > 12 else "")
         raise DataError(
-            f"{file} holds X and y, and also {names}, which would not be used: give it a use, as that of sample "
-            f"weights, leave it out (--drop {unnamed[0]}), or save the file without it."
+            f"{file} holds X and y, and also {listed(unnamed)}, which would not be used: give it a use, as that of "
+            f"sample weights, leave it out (--drop {unnamed[0]}), or save the file without it."
         )
     return arrays

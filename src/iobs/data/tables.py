@@ -33,7 +33,7 @@ from iobs.data.encoding import (
     target_of,
 )
 from iobs.data.frames import read_frames
-from iobs.errors import DataError
+from iobs.errors import DataError, listed
 from iobs.optimize.objectives.design import Array, Booleans
 
 Entry: TypeAlias = str | float | None
@@ -203,13 +203,13 @@ def _without(file: Path, absent: list[str], names: list[str]) -> str:
     what = ", ".join(repr(name) for name in absent)
     close = [near for name in absent for near in difflib.get_close_matches(name, names, 1)]
     hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-    return f"{file} has no column {what}; it has: {_some(names)}.{hint}"
+    return f"{file} has no column {what}; it has: {listed(names, 12)}.{hint}"
 
 
 def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
     doubles = [name for name, count in Counter(names).items() if count > 1]
     if doubles:
-        raise DataError(f"{file} has several columns of one name: {_some(doubles)}; give each its own.")
+        raise DataError(f"{file} has several columns of one name: {listed(doubles, 12)}; give each its own.")
 
 
 def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
@@ -365,7 +365,3 @@ def _is_missing(value: Entry) -> bool:
     if isinstance(value, str):
         return value.strip() in _MISSING
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
