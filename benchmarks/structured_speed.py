@@ -24,7 +24,6 @@ from iobs.core.structured import Runtime
 from iobs.pruning.widths.latency import shares_of
 
 RUNTIMES: tuple[Runtime, ...] = ("onnx", "torch")
-EARLIER = ("9555b88", "a5dd7cb")  # commits before the layers that read no units were refitted
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def tables(rows: list[Row]) -> str:
         "",
         "Made by `python benchmarks/structured_speed.py`: one sample, one thread, medians of dense and narrower "
         "network in turns. Times are shares of the dense time. In MiniLM every layer has a width of its own "
-        "(`uniform=False`). A star: from before the layers that read no units were refitted.",
+        "(`uniform=False`).",
         "",
         "| network | removed | score | multiplications left | time in ONNX Runtime | time in torch |",
         "|---|---|---|---|---|---|",
@@ -92,8 +91,7 @@ def tables(rows: list[Row]) -> str:
     for row in rows:
         times = " | ".join(f"{row['times'][runtime]:.2f}" for runtime in RUNTIMES)
         score = f"{row['score']:.3f}" if row["unit"].startswith("cosine") else f"{row['score']:.2f}"
-        asked = row["asked"] + " *" * (row["commit"] in EARLIER)
-        text.append(f"| {row['network']} | {asked} | {score} ({row['unit']}) | {row['macs']:.1%} | {times} |")
+        text.append(f"| {row['network']} | {row['asked']} | {score} ({row['unit']}) | {row['macs']:.1%} | {times} |")
     return "\n".join(text)
 
 
