@@ -114,7 +114,7 @@ def test_data_frame_without_pandas_says_what_to_install(monkeypatch):
 def test_report_is_saved_in_known_forms_only(tmp_path):
     with pytest.raises(OutputError, match=r"saved as \.html, \.json or \.csv"):
         make_report().save(tmp_path / "report.pdf")
-    with pytest.raises(OutputError, match="Cannot write"):
+    with pytest.raises(OutputError, match="cannot be written"):
         make_report().save(tmp_path / "missing" / "report.json")
 
 

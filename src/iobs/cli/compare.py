@@ -12,6 +12,7 @@ import typer
 
 from iobs.cli import completion, console
 from iobs.cli.completion import listed
+from iobs.core.whole_files import replaced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -217,10 +218,9 @@ def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
 
     if output is None:
         return
-    partial = output / f".{RESULTS}.partial"
     try:
-        partial.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
-        partial.replace(output / RESULTS)
+        with replaced(output / RESULTS) as written:
+            written.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
     except OSError as error:
         console.warn(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")
 

@@ -12,13 +12,13 @@ from iobs.errors import OutputError
 
 
 @contextmanager
-def whole_file(file: Path) -> Iterator[Path]:
+def replaced(file: Path) -> Iterator[Path]:
     """Yield a temporary path beside `file` that replaces it on success and is removed on failure or Ctrl-C.
 
     A device, a pipe and the standard output are yielded themselves, and so is a file whose folder takes no new files.
 
     Raises:
-        OutputError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     target = file.resolve()  # the file of a link is replaced, not the link
     beside = target.with_name(f".{target.stem[:100]}.{os.getpid()}{target.suffix}")  # savefig reads the suffix
@@ -31,10 +31,22 @@ def whole_file(file: Path) -> Iterator[Path]:
             if target.exists():
                 shutil.copymode(target, beside)
             beside.replace(target)
-    except BaseException as error:
+    except BaseException:
         if beside != target:
             with suppress(OSError):
                 beside.unlink()
-        if isinstance(error, OSError):
-            raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error
         raise
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """Yield the path of `replaced`.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        with replaced(file) as written:
+            yield written
+    except OSError as error:
+        raise OutputError(f"Cannot write {file}: {error.strerror or error}.") from error

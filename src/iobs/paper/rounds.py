@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from iobs.core.whole_files import replaced
 from iobs.errors import DataError, OutputError
 from iobs.paper.registry import Request, Row
 
@@ -167,9 +168,8 @@ def _scorer(
                 return True
             self.scores.append(score(self.model) if wanted else {})
             if file is not None:
-                partial = file.with_suffix(".partial")
-                partial.write_text(json.dumps(self.scores), encoding="utf8")
-                partial.replace(file)
+                with replaced(file) as written:
+                    written.write_text(json.dumps(self.scores), encoding="utf8")
             return False
 
     return Scorer()
@@ -215,9 +215,8 @@ class Measured:
         if self.file is not None:
             try:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                partial = self.file.with_suffix(".partial")
-                partial.write_text(json.dumps(self.known, indent=1), encoding="utf8")
-                partial.replace(self.file)
+                with replaced(self.file) as written:
+                    written.write_text(json.dumps(self.known, indent=1), encoding="utf8")
             except OSError as error:
                 raise OutputError(f"{self.file} could not be written ({error.strerror}).") from error
         if (done := self.checkpoint(key)) is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.core.optional import pandas_module
 from iobs.core.paths import expanded
-from iobs.core.whole_files import whole_file
+from iobs.core.whole_files import replaced
 from iobs.core.wording import plural
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
@@ -292,8 +292,11 @@ class Report:
         file = expanded(path)
         if file.suffix.lower() not in (".html", ".json", ".csv"):
             raise OutputError(f"{path}: a report is saved as .html, .json or .csv; give a name that ends so.")
-        with whole_file(file) as written:
-            written.write_text(self._rendered(file.suffix.lower()), encoding="utf8", errors="backslashreplace")
+        try:
+            with replaced(file) as written:
+                written.write_text(self._rendered(file.suffix.lower()), encoding="utf8", errors="backslashreplace")
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror or error}.") from error
 
     def _repr_html_(self) -> str:
         """The result in a notebook."""
