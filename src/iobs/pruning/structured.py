@@ -9,7 +9,7 @@ are removed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structure.expected import Expected, can_copy
-from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.removal import remove, take_biases
 from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 from iobs.pruning.structure.widths import Widths, check_of_counts, configure
@@ -93,14 +93,14 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
             kept = {site.name: kept_units(model, site, sites, work.decided.widths[site.name]) for site in sites.sites}
     expected = Expected.of(model, collected[0])
     wide = copy.deepcopy(model) if can_copy(model) else None  # its zeros take the time of the dense network
-    remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, _taken(model, added))
+    remove(model, sites.sites, {name: units.tolist() for name, units in kept.items()}, take_biases(model, added))
     if loadable:
         counts = {site.name: len(kept[site.name]) for site in sites.sites if len(kept[site.name]) < site.count}
         given = [site.name for site in sites.sites if site.reader in added and not site.can_bias]
         configure(model, form, counts, given)
     expected.require(model, wide)
     if wide is not None:
-        _taken(wide, added)  # the dense network does not compute them
+        take_biases(wide, added)  # the dense network does not compute them
     found = reported(report, sites, kept, dense, asked.recipe.target != "layer")
     return replace(
         found, costs=[*found.costs, *seconds_of(wide, model, collected[0], asked.pattern.runtime, callbacks)]
@@ -176,18 +176,8 @@ def _added_biases(
     try:
         yield added
     except BaseException:
-        _taken(model, added)
+        take_biases(model, added)
         raise
-
-
-def _taken(model: nn.Module, paths: Sequence[str]) -> dict[str, Tensor]:
-    """Take the biases of modules away; returns them by path."""
-    found = {}
-    for path in paths:
-        module = model.get_submodule(path)
-        found[path] = module.get_parameter("bias").detach()
-        module.register_parameter("bias", None)
-    return found
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.structure.expected import can_copy
+from iobs.pruning.structure.removal import take_biases
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import CostModel, Products
@@ -184,15 +185,13 @@ def _without_added(work: Workspace) -> Iterator[None]:
 
     The dense network does not compute them, and those of layers that also write units would not become narrower.
     """
-    modules = [work.store.model.get_submodule(path) for path in work.request.added]
-    kept = [module.get_parameter("bias") for module in modules]
-    for module in modules:
-        module.register_parameter("bias", None)
+    model = work.store.model
+    taken = take_biases(model, work.request.added)
     try:
         yield
     finally:
-        for module, bias in zip(modules, kept, strict=True):
-            module.register_parameter("bias", bias)
+        for path, bias in taken.items():
+            model.get_submodule(path).register_parameter("bias", bias)
 
 
 def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:

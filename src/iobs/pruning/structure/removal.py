@@ -155,6 +155,16 @@ def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, 
         module.nx, module.nf = new  # type: ignore[assignment]
 
 
+def take_biases(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Take the biases of modules away; returns them by path."""
+    found = {}
+    for path in paths:
+        module = model.get_submodule(path)
+        found[path] = module.get_parameter("bias")
+        module.register_parameter("bias", None)
+    return found
+
+
 def _add_bias(model: nn.Module, reader: Reader, bias: Tensor) -> None:
     module = model.get_submodule(reader.path)
     weight = reader.weight.stored(model)
