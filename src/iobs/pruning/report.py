@@ -327,8 +327,7 @@ class Report:
             name = "projection" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
             losses = f"calibration {_number(record.loss_calibration)}, held-out {_number(record.loss_heldout)}"
             lines.append(f"  {number + 1}. {name}: {record.sparsity:.1%} zeros, {losses}{best}")
-        worst = sorted(self.layers, key=lambda layer: -layer.error_calibration)[:5]
-        if worst:
+        if worst := sorted(self.layers, key=lambda layer: -layer.error_calibration)[:5]:
             lines.append("Largest layer errors (relative, at the output):")
             lines += [f"  {layer.error_calibration:.4f}  {layer.name}  {layer.sparsity:.1%} zeros" for layer in worst]
         return "\n".join(lines)
