@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from iobs import openmp as _openmp  # noqa: F401 - sets how threads wait, before anything loads torch
+
 if _TYPE_CHECKING:
     from iobs import errors, transformers
     from iobs.core.budget import Budget

@@ -15,6 +15,7 @@ from iobs.core.budget import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a
+from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.allocation.bits import require_budget, require_whole
 from iobs.pruning.allocation.counts import require_room, under_pattern
@@ -97,6 +98,7 @@ def prune(
         CheckpointError: the checkpoint belongs to another run (the message names the difference), or cannot be written.
         DistributedError: there are fewer batches than ranks, or a rank is gone.
     """
+    ensure_sleep()
     _require_callbacks(callbacks)
     store = model if isinstance(model, Store) else Store(model)
     wanted = as_pattern(pattern)
