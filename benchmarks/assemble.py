@@ -11,6 +11,7 @@ from pathlib import Path
 
 import blocks
 import breadth
+import busy_machine
 import chita_report
 import equal_bytes
 import exports
@@ -76,6 +77,7 @@ SECTIONS = (
     Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
+    Section("busy_machine", busy_machine.tables, "threads beside other programs"),
     Section("scale", scale_report.tables, "models that do not fit into memory, kills, several processes"),
 )
 
