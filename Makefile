@@ -5,7 +5,7 @@ THREADS ?= 2
 PLACE := import sysconfig; print(sysconfig.get_path("purelib"))
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo check test test-all test-vision golden lint docs notebooks package clean
+.PHONY: setup demo check test test-long test-all test-vision golden golden-store lint docs notebooks package clean
 .PHONY: benchmarks benchmarks-quick benchmarks-quick-grid benchmarks-quick-others
 
 setup: .venv/.setup
@@ -36,26 +36,36 @@ setup: .venv/.setup
 demo: .venv/.demo
 	$(BIN)/iobs demo
 
+# The rooms that most changes touch, in a minute; `make check ROOM=tests/cli` for another.
+ROOM ?= tests/test_floors.py tests/core tests/pruning/recipe tests/solvers/test_against_references.py tests/optimize/test_reductions.py
+PYTEST_OPTIONS ?=
+PYTEST = $(BIN)/python -m pytest -q -n $(THREADS) $(PYTEST_OPTIONS)
+
 check: setup
-	$(BIN)/python -m pytest -q -n $(THREADS) tests/test_floors.py tests/test_words.py tests/core tests/pruning/recipe \
-		tests/pruning/test_rules.py tests/pruning/test_uses.py tests/solvers/test_against_references.py tests/optimize/test_reductions.py
+	$(PYTEST) $(ROOM)
 
-# `make test MINUTES=20` starts no test after 20 minutes, and counts those that it left out as skipped.
-MINUTES ?=
-WITHIN = $(if $(MINUTES),--minutes $(MINUTES))
-
+# The gate: every test that has to hold before a change enters main. About ten minutes on two cores.
 test: setup
-	$(BIN)/python -m pytest -q -n $(THREADS) $(WITHIN)
+	$(PYTEST)
+
+# The long set, and both.
+test-long: setup
+	$(PYTEST) -m slow
+
+test-all: setup
+	$(PYTEST) -m 'slow or not slow'
 
 # The tests that need timm and torchvision, which `make test` skips.
 test-vision: .venv-vision/.setup
-	.venv-vision/bin/python -m pytest -q -n $(THREADS) $(WITHIN) -k 'timm or vision' tests/models tests/pruning tests/data tests/paper
+	.venv-vision/bin/python -m pytest -q -n $(THREADS) $(PYTEST_OPTIONS) -k 'timm or vision' \
+		tests/models tests/pruning tests/data tests/paper
 
-test-all: setup
-	$(BIN)/python -m pytest -q -m 'slow or not slow'
-
+# Stored results: compared by `make test` too; a commit that changes results on purpose stores them again.
 golden: setup
-	$(BIN)/python -m pytest -q -n $(THREADS) -m golden tests/golden
+	$(PYTEST) tests/golden
+
+golden-store: setup
+	$(BIN)/python scripts/store_golden.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -134,6 +144,7 @@ benchmarks: setup
 	$(BENCHMARK)/resume_kills.py --recipe fast-low-memory
 	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
 	$(BENCHMARK)/two_ranks.py
+	$(BIN)/python benchmarks/busy_machine.py
 	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1
 	$(BENCHMARK)/scale.py --model 1.1b --layers 1 --threads 1
 	$(BENCHMARK)/scale.py
