@@ -1,55 +1,53 @@
 """Limits that keep the code readable: lengths of files, numbers of parameters and attributes, uses of Any."""
 
-import ast
 import re
-from pathlib import Path
 
-import pytest
+from source_files import source_files
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "iobs"
-FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES, MOST_PARAMETERS, MOST_ATTRIBUTES, MOST_ANY = 400, 12, 12, 150
 
 
-def name_of(file):
-    return str(file.relative_to(SOURCE))
+def is_kernel(one):
+    return one.file.stem.endswith("_numba") or one.name == "optimize/search/kernels.py"
 
 
-def is_kernel(file):
-    return file.stem.endswith("_numba") or name_of(file) == "optimize/search/kernels.py"
+def is_estimator(one):
+    return one.name.startswith("optimize/estimators/")
 
 
-def is_estimator(file):
-    return file.is_relative_to(SOURCE / "optimize" / "estimators")
+def test_files_are_read_in_one_sitting():
+    lengths = {one.name: len(one.text.splitlines()) for one in source_files()}
+    assert lengths
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_file_is_read_in_one_sitting(file):
-    assert len(file.read_text(encoding="utf8").splitlines()) <= MOST_LINES
+def parameters(arguments):
+    """The number of parameters, of which `**others` counts as one."""
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([one for one in found if one.arg not in ("self", "cls")]) + (arguments.kwarg is not None)
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in FILES if not is_kernel(file) and not is_estimator(file)], ids=name_of
-)
-def test_functions_have_at_most_12_parameters(file):
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf8"))):
-        if isinstance(node, ast.FunctionDef):
-            found = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            named = [one for one in found if one.arg not in ("self", "cls")]
-            assert len(named) + (node.args.kwarg is not None) <= MOST_PARAMETERS, node.name
+def test_functions_have_at_most_12_parameters():
+    counts = {
+        f"{one.name}:{name}": parameters(arguments)
+        for one in source_files()
+        if not is_kernel(one) and not is_estimator(one)
+        for name, arguments in one.functions
+    }
+    assert counts
+    assert {place: count for place, count in counts.items() if count > MOST_PARAMETERS} == {}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not is_estimator(file)], ids=name_of)
-def test_classes_have_at_most_12_attributes(file):
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf8"))):
-        if isinstance(node, ast.ClassDef):
-            names = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign)}
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    names |= {inner.attr} if isinstance(inner.value, ast.Name) and inner.value.id == "self" else set()
-            assert len(names) <= MOST_ATTRIBUTES, f"{node.name}: {sorted(names)}"
+def test_classes_have_at_most_12_attributes():
+    found = [
+        (f"{one.name}:{name}", sorted(attributes))
+        for one in source_files()
+        if not is_estimator(one)
+        for name, attributes in one.attributes
+    ]
+    assert found
+    assert [(place, names) for place, names in found if len(names) > MOST_ATTRIBUTES] == []
 
 
 def test_any_is_rare():
-    used = sum(len(re.findall(r"\bAny\b", file.read_text(encoding="utf8"))) for file in FILES)
-    assert used <= MOST_ANY
+    assert sum(len(re.findall(r"\bAny\b", one.text)) for one in source_files()) <= MOST_ANY

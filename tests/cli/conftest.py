@@ -1,6 +1,8 @@
+import shutil
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import iobs
@@ -19,6 +21,58 @@ def embedded_text(monkeypatch):
     real = sources.embedded_text
     monkeypatch.setattr(sources, "embedded_text", short)
     return short
+
+
+@pytest.fixture
+def real_figures():
+    """For tests that look at the figures of a report, which `cheap_surroundings` leaves blank otherwise."""
+
+
+@pytest.fixture(autouse=True)
+def cheap_surroundings(request, monkeypatch):
+    """Make cheap what every run of a command does beside its work, and what tests of other folders check.
+
+    Measuring the speed of the machine, continuing texts for many tokens and saving figures took most of the time of
+    the runs on small models.
+    """
+    monkeypatch.setattr("iobs.pruning.cost.speeds.least_seconds", lambda _: 0.1)
+    monkeypatch.setattr("iobs.evaluate.before_after._MOST_TOKENS", 4)
+    if "real_figures" in request.fixturenames:
+        return
+
+    from matplotlib.figure import Figure
+
+    def save(figure, file, **options):
+        if options.get("format") != "svg":
+            return real(figure, file, **options)
+        return file.write("<svg></svg>")
+
+    real = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", save)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """A directory with a random language model as small as the tests allow, and the embedded tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("small") / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=2048, max_position_embeddings=256, tie_word_embeddings=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.EMBEDDED / name, folder)
+    return folder
+
+
+@pytest.fixture
+def small_embedded(small_model, monkeypatch):
+    """The commands take the small model for the embedded one."""
+    monkeypatch.setattr(models, "EMBEDDED", small_model)
+    monkeypatch.setattr(sources, "EMBEDDED", small_model)
+    return small_model
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ EVERY = [name for name in (*PRESETS, *SOLVERS, *PEERS) if name not in ("best", "
     [["one-shot", "sparsegpt", *PEERS[:1]], pytest.param(EVERY, marks=pytest.mark.slow)],
     ids=["a few", "every"],
 )
-def test_compare_runs_methods_at_two_patterns(methods, call, tmp_path):
+def test_compare_runs_methods_at_two_patterns(methods, call, tmp_path, real_figures):
     result = call("--methods", ",".join(methods), "--patterns", "0.5,2:4", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "out" / "comparison.json").read_text())

@@ -86,9 +86,9 @@ DAMAGE = {
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(small_model, tmp_path):
     """A folder with a model and a calibration text."""
-    shutil.copytree(models.EMBEDDED, tmp_path / "in" / "model")
+    shutil.copytree(small_model, tmp_path / "in" / "model")
     (tmp_path / "in" / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     return tmp_path
 
@@ -116,6 +116,8 @@ def test_damaged_input_raises_one_error_and_writes_nothing(damage, message, opti
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_sigterm_leaves_only_the_checkpoint(options, place):
     """SIGTERM during pruning: the checkpoint for a resumed run is the only file left."""
+    # The small model would be pruned before the signal comes.
+    shutil.copytree(models.EMBEDDED, place / "in" / "model", dirs_exist_ok=True)
     command = [sys.executable, "-m", "iobs", *arguments(place, *options, "--resume"), "--solver", "obc"]
     child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     checkpoint = place / "results" / "out.checkpoint"

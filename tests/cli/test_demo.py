@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs import models
-from iobs.cli import app
+from iobs.cli import app, benching
 from iobs.cli import demo as demo_command
 from iobs.pruning.coverage import Coverage
 from iobs.pruning.report import ComparisonLoss, Report
@@ -19,7 +19,7 @@ from iobs.report import read_report
 
 def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
     """The demo with magnitude pruning and the rounds only, on few windows."""
-    real = demo_command.methods
+    real, workload = demo_command.methods, benching.Workload
 
     def two(rounds):
         first, *_, last = real(rounds)
@@ -30,6 +30,7 @@ def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
         return [first, replace(last, recipe=recipe)]
 
     monkeypatch.setattr(demo_command, "methods", two)
+    monkeypatch.setattr(benching, "Workload", lambda *names, **sizes: workload(*names, **sizes | {"tokens": 8}))
     out = tmp_path / "iobs-demo"
     text = run("demo", "-o", out, "--samples", 8, "--rounds", 2).output
     assert "magnitude" in text

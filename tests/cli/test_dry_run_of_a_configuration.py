@@ -4,8 +4,6 @@ import families
 import pytest
 from checks import one_error
 
-from iobs import models
-
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 48, **SIZES}
 
@@ -37,9 +35,9 @@ def test_dry_run_without_weights_follows_the_settings_of_the_run(run, tmp_path):
 
 
 @pytest.mark.parametrize(("place", "shown"), [("auto", "in files"), ("disk", "in files"), ("memory", "in main memory")])
-def test_streams_option_places_the_hidden_states(run, place, shown):
+def test_streams_option_places_the_hidden_states(run, small_embedded, place, shown):
     options = "--low-memory", "--dry-run", "--streams", place, "--samples", "4", "--seq-len", "16"
-    assert shown in " ".join(run("prune", models.EMBEDDED, *options).output.split())
+    assert shown in " ".join(run("prune", small_embedded, *options).output.split())
 
 
 def test_streams_option_is_checked_before_the_model_is_read(run, tmp_path):

@@ -5,10 +5,12 @@ import re
 import numpy as np
 import pytest
 from checks import one_error
-from short_options import QUICK, SMALL
+from short_options import ONE_SHOT, QUICK, SMALL
 
 from iobs.errors import NonFiniteError
 from iobs.report import read_report
+
+pytestmark = pytest.mark.usefixtures("small_embedded")
 
 
 def test_dry_run_checks_that_data_exists(run, tmp_path):
@@ -99,7 +101,7 @@ def test_interruption_leaves_no_files(run, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("iobs.cli.results.write_report", interrupted)
-    result = run("prune", "-o", tmp_path / "out", *QUICK, code=130)
+    result = run("prune", "-o", tmp_path / "out", *ONE_SHOT, *QUICK, code=130)
     assert "Nothing half-written" in result.stderr
     assert not [*tmp_path.iterdir()]
 
@@ -124,7 +126,7 @@ def test_pruned_model_is_written_if_scoring_fails(run, classifier, tmp_path, mon
     scored = []
     monkeypatch.setattr("iobs.cli.results.evaluate", evaluate)
     sources = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches")
-    result = run("prune", f"{classifier}:net", *sources, "-o", tmp_path / "out", code=code)
+    result = run("prune", f"{classifier}:net", *sources, *ONE_SHOT, "-o", tmp_path / "out", code=code)
     note = f"The pruned model could not be scored: {said}"
     assert note in result.stderr.splitlines()
     report = read_report(tmp_path / "out" / "report.json")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checks import one_error
 from safetensors.torch import load_file, save_file
+from short_options import ONE_SHOT
 
 import iobs
 from iobs import models
@@ -18,7 +19,7 @@ from iobs.report import read_report, write_report
 def test_inspect_checks_an_allocated_sparsity_globally(run, tmp_path, classifier):
     out = tmp_path / "out"
     network = (f"{classifier}:net", "--data", f"{classifier}:batches")
-    run("prune", *network, "-o", out, "--sparsity", "0.5", "--set", "allocation=kl")
+    run("prune", *network, "-o", out, "--sparsity", "0.5", *ONE_SHOT, "--set", "allocation=kl")
     assert len({row.sparsity for row in read_report(out / "report.json").audit}) > 1
     assert "among which zeros were spread, satisfy" in run("inspect", out, "--pattern", "0.5").output
     assert "asks for" in one_error(run("inspect", out, "--pattern", "0.8", code=1))
@@ -26,7 +27,7 @@ def test_inspect_checks_an_allocated_sparsity_globally(run, tmp_path, classifier
 
 def test_inspect_finds_changed_weights(run, classifier, tmp_path):
     out = tmp_path / "out"
-    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out)
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, *ONE_SHOT)
     loaded = models.load(out)
     with torch.no_grad():
         loaded.module[0].weight.add_(1.0)
@@ -40,7 +41,7 @@ def test_inspect_finds_changed_weights(run, classifier, tmp_path):
 def test_inspect_counts_the_zeros_of_a_packed_directory(run, classifier, tmp_path, precision):
     """Before, it said to unpack it first."""
     out, packed = tmp_path / "out", tmp_path / "packed"
-    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--sparsity", "0.5")
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--sparsity", "0.5", *ONE_SHOT)
     run("pack", out, "-o", packed, *precision)
     before, found = (json.loads(run("inspect", one, "--json").stdout) for one in (out, packed))
     assert found["weights"] == before["weights"]
@@ -60,7 +61,7 @@ def written(run, tmp_path):
     network = f"{tmp_path / 'net.py'}:net"
     data = ("--data", f"{tmp_path / 'net.py'}:batches")
     out = tmp_path / "out"
-    run("prune", network, *data, "-o", out, "--pattern", "2:4", "--ignore", "4", "--solver", "magnitude")
+    run("prune", network, *data, "-o", out, "--pattern", "2:4", "--ignore", "4", "--solver", "magnitude", *ONE_SHOT)
 
     def change(edit):
         weights = load_file(out / "model.safetensors")

@@ -16,10 +16,10 @@ def run(*arguments, code=0):
     return result
 
 
-def pruned(shared_data, out, *options):
+def pruned(shared_data, out, rounds, *options):
     run(
         "prune", shared_data / "llama_stories260K", "--data", shared_data / "tinystories/calibration.txt",
-        "-o", out, "--sparsity", 0.5, "--rounds", 3, *options,
+        "-o", out, "--sparsity", 0.5, "--rounds", rounds, *options,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def check(shared_data, out):
 
 def test_prune_reload_inspect_and_evaluate(shared_data, tmp_path):
     out = tmp_path / "out"
-    pruned(shared_data, out, "--recipe", "paper", "--solver", "admm", "--samples", 48, "--seq-len", 128)
+    pruned(shared_data, out, 2, "--recipe", "paper", "--solver", "admm", "--samples", 32, "--seq-len", 64)
     check(shared_data, out)
     few = ("--seq-len", 128, "--limit", 16)
     dense, sparse = (perplexity(shared_data, model, *few) for model in (shared_data / "llama_stories260K", out))
@@ -58,6 +58,6 @@ def test_prune_reload_inspect_and_evaluate(shared_data, tmp_path):
 def test_readme_command_gives_the_documented_perplexity(shared_data, tmp_path):
     dense = perplexity(shared_data, shared_data / "llama_stories260K")
     assert dense == pytest.approx(4.644, abs=5e-4)
-    pruned(shared_data, tmp_path / "out", "--recipe", "best")
+    pruned(shared_data, tmp_path / "out", 3, "--recipe", "best")
     check(shared_data, tmp_path / "out")
     assert perplexity(shared_data, tmp_path / "out") < 1.25 * dense

@@ -4,6 +4,7 @@ import inspect
 import json
 
 import pytest
+from short_options import ONE_SHOT
 
 from iobs.cli import app, command
 from iobs.report import read_report
@@ -28,7 +29,7 @@ def test_every_command_takes_json_and_quiet():
 
 
 def test_prune_prints_only_the_report_as_json(run, talkative, tmp_path):
-    arguments = (f"{talkative}:loud", "--data", f"{talkative}:batches", "-o", tmp_path / "out", "--json")
+    arguments = (f"{talkative}:loud", "--data", f"{talkative}:batches", *ONE_SHOT, "-o", tmp_path / "out", "--json")
     plan = values(run("prune", *arguments, "--dry-run"))
     assert [row["zeros"] for row in plan["layers"]] == [56, 24]
     result = run("prune", *arguments)
@@ -39,7 +40,7 @@ def test_prune_prints_only_the_report_as_json(run, talkative, tmp_path):
 
 
 def test_inspect_pack_and_reproduce_print_json(run, classifier, tmp_path):
-    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out", "--quiet")
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", *ONE_SHOT, "-o", tmp_path / "out", "--quiet")
     found = values(run("inspect", tmp_path / "out", "--json"))
     assert (found["zeros"], found["weights"], found["pruned"]) == (80, 160, ["0", "2"])
     assert values(run("pack", tmp_path / "out", "--json"))["output"] == str(tmp_path / "out.packed")
@@ -54,7 +55,7 @@ def test_solve_prints_only_json(run, tmp_path):
 
 
 def test_quiet_prints_no_progress(run, classifier, tmp_path):
-    arguments = (f"{classifier}:net", "--data", f"{classifier}:batches", "--samples", 1000)
+    arguments = (f"{classifier}:net", "--data", f"{classifier}:batches", "--samples", 1000, *ONE_SHOT)
     assert "samples to calibrate on" in run("prune", *arguments, "-o", tmp_path / "loud").stderr
     quiet = run("prune", *arguments, "-o", tmp_path / "quiet", "-q")
     assert quiet.stderr == ""
@@ -64,7 +65,7 @@ def test_quiet_prints_no_progress(run, classifier, tmp_path):
 
 def test_report_keeps_the_command(run, classifier, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["iobs", "prune", f"{classifier}:net", "-o", "/far/away/out"])
-    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
+    run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", *ONE_SHOT, "-o", tmp_path / "out")
     kept = read_report(tmp_path / "out" / "report.json").settings["command"]
     assert kept == "iobs prune mine.py:net -o out"
     assert kept in (tmp_path / "out" / "report.html").read_text(encoding="utf8")

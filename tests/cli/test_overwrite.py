@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from checks import one_error
+from short_options import ONE_SHOT
 
 from iobs.cli import low_memory, prune
 from iobs.report import read_report
@@ -11,7 +12,7 @@ from iobs.report import read_report
 
 @pytest.fixture
 def arguments(classifier, tmp_path):
-    return (f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
+    return (f"{classifier}:net", "--data", f"{classifier}:batches", *ONE_SHOT, "-o", tmp_path / "out")
 
 
 def test_prune_replaces_an_earlier_output_only_if_asked(run, arguments, tmp_path, monkeypatch):

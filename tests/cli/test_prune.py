@@ -5,14 +5,14 @@ from math import prod
 
 import pytest
 from checks import one_error
-from short_options import ONE_SHOT, QUICK, SMALL
+from short_options import FEW_STEPS, ONE_SHOT, QUICK, SMALL
 
 from iobs import models
 from iobs.pruning.recipe import Recipe
 from iobs.report import read_report
 
 
-def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedded_text):
+def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedded_text, real_figures):
     out = tmp_path / "out"
     shown = run("prune", "-o", out, *ONE_SHOT, *QUICK).output
     assert "50.00 % zeros" in shown
@@ -39,12 +39,13 @@ def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedde
     assert len(json.loads(run("inspect", out, "--json").stdout)["layers"]) == 29
 
 
-def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path):
+def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path, real_figures):
     out = tmp_path / "out"
     shown = run(
         "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches",
-        "-o", out, "--sparsity", 0.4, "--recipe", "best", "--rounds", 2, "--set", "finetune.steps=20",
-        "--set", "finetune.most_steps=null",
+        "-o", out, "--sparsity", 0.4, "--recipe", "best", "--rounds", 2, *FEW_STEPS,
+        "--set", "finetune.steps=4", "--set", "finetune.most_steps=null", "--set", "finetune.lr=1e-3",
+        "--set", "finetune.optimizer=adam",
     ).output  # fmt: skip
     assert "Rounds" in shown
     assert "accuracy" in shown
@@ -65,7 +66,7 @@ def test_prune_scores_both_models_on_the_same_data(run, classifier, tmp_path):
         "    return batches()\n"
     )
     options = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:fresh", "-o", tmp_path / "out")
-    run("prune", f"{classifier}:net", *options)
+    run("prune", f"{classifier}:net", *options, *ONE_SHOT)
     assert (tmp_path / "calls").read_text() == "x"
 
 
@@ -112,7 +113,7 @@ def test_prune_options_reach_the_settings(run, classifier, tmp_path):
         "--set", "rounds.finetune.optimizer=adam", "--set", "rounds.finetune.lr=0.02", "--set", "finetune.steps=5",
         "--set", "finetune.most_steps=null", "--set", "refine=swap", "--set", "solver.budget=fast",
         "--set", "damping=0.02", "--set", "holdout=0.2", "--set", "batch_norm=update", "--set", "depthwise=true",
-        "--resume",
+        "--resume", *FEW_STEPS,
     )  # fmt: skip
     settings = read_report(out / "report.json").settings
     recipe = settings["recipe"]
@@ -124,14 +125,16 @@ def test_prune_options_reach_the_settings(run, classifier, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"mine.py", "out"}, "the checkpoint is removed at the end"
 
 
+@pytest.mark.usefixtures("small_embedded")
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
 def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
     out = tmp_path / "out"
-    run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *QUICK)
+    run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *FEW_STEPS, *QUICK)
     assert pattern in run("inspect", out, "--pattern", pattern).output
     assert "1:4 allows 1" in one_error(run("inspect", out, "--pattern", "1:4", code=1))
 
 
+@pytest.mark.usefixtures("small_embedded")
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
@@ -155,9 +158,10 @@ def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
         assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("small_embedded")
 def test_prune_to_a_budget_of_bits(run, tmp_path):
     out = tmp_path / "out"
-    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--solver", "sparsegpt", *QUICK).output
+    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--solver", "sparsegpt", *FEW_STEPS, *QUICK).output
     assert "bits a weight" in shown
     report = read_report(out / "report.json")
     assert 3.3 < report.bits_per_weight <= 3.4
@@ -208,20 +212,21 @@ def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.usefixtures("small_embedded")
 def test_prune_reports_fewer_windows_than_requested(run, tmp_path):
     (tmp_path / "a.txt").write_text("some words about nothing at all " * 80)
     out = tmp_path / "out"
-    options = (*SMALL, "--solver", "magnitude", "--data", tmp_path / "a.txt", "--samples", 4000)
+    options = (*SMALL, *ONE_SHOT, "--solver", "magnitude", "--data", tmp_path / "a.txt", "--samples", 4000)
     assert "of 4000 windows to calibrate on: the text has no more." in run("prune", "-o", out, *options).stderr
     assert read_report(out / "report.json").settings["seq_len"] == 256
 
 
-def test_low_memory_takes_the_same_recipe_by_default(run, tmp_path):
+def test_low_memory_takes_the_same_recipe_by_default(run, small_model, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
     short = ("--set", "blocks.steps=2", "--set", "allocation=uniform", "--set", "blocks.lr=1e-3")
     for name, more in (("whole", ()), ("streamed", ("--low-memory",))):
-        run("prune", models.EMBEDDED, "-o", tmp_path / name, "--dtype", "float32", *data, *short, *more)
+        run("prune", small_model, "-o", tmp_path / name, "--dtype", "float32", *data, *short, *more)
     whole, streamed = (Recipe.from_yaml(tmp_path / name / "recipe.yaml") for name in ("whole", "streamed"))
     assert whole == streamed
     assert whole.blocks is not None
@@ -229,9 +234,9 @@ def test_low_memory_takes_the_same_recipe_by_default(run, tmp_path):
     assert (one["holdout"], one["samples"]) == (two["holdout"], two["samples"]) == (0.1, 9)
 
 
-def test_low_memory_holds_no_samples_out_where_none_judges(run, tmp_path):
+def test_low_memory_holds_no_samples_out_where_none_judges(run, small_model, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     data = ("--data", tmp_path / "text.txt", "--samples", "10", "--seq-len", "16", "--include", "*layers.0.mlp.up_proj")
-    run("prune", models.EMBEDDED, "-o", tmp_path / "out", "--low-memory", "--recipe", "one-shot", *data)
+    run("prune", small_model, "-o", tmp_path / "out", "--low-memory", "--recipe", "one-shot", *data)
     settings = read_report(tmp_path / "out" / "report.json").settings
     assert (settings["holdout"], settings["samples"]) == (0.0, 10)

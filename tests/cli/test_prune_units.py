@@ -14,7 +14,8 @@ from iobs.report import read_report
 QUICK = ("--samples", "10", "--seq-len", "32", "--batch-size", "5")
 
 
-def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path):
+@pytest.mark.usefixtures("small_embedded")
+def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path, real_figures):
     out = tmp_path / "out"
     arguments = ("--pattern", "structured:30%", "--of", "parameters", "--recipe", "one-shot")
     shown = run("prune", "-o", out, *arguments, *QUICK).output

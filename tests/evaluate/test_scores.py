@@ -54,6 +54,7 @@ def test_scores_take_no_cache_and_the_scores_of_the_last_positions(embedded, mon
     assert embedded.module.config.use_cache
 
 
+@pytest.mark.slow
 def test_perplexity_of_the_shared_model_is_the_known_value(shared_data):
     loaded = models.load(shared_data / "llama_stories260K")
     source = data.open_source([str(shared_data / "tinystories" / "validation.txt")], "evaluation", loaded)

@@ -10,7 +10,8 @@ def pruned(folder, pattern):
     """The small llama, every layer pruned by magnitude or rounded in one pass, without an effort for accuracy."""
     loaded = models.load(folder)
     batch = {"input_ids": torch.arange(3, 67).reshape(2, 32)}
-    iobs.prune(loaded.module, batch, pattern, solver="sparsegpt" if "int4" in str(pattern) else "magnitude", holdout=0)
+    solver = "sparsegpt" if "int4" in str(pattern) else "magnitude"
+    iobs.prune(loaded.module, batch, pattern, "one-shot", solver=solver, holdout=0)
     return loaded
 
 

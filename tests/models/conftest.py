@@ -1,9 +1,11 @@
 import shutil
+from functools import cache
 
 import pytest
 import torch
 
 from iobs import models
+from iobs.models import streamed_store
 from iobs.models.vision_shim import ensure_torchvision
 
 ensure_torchvision()
@@ -19,7 +21,18 @@ SMALL = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def rates_once():
+    """The measurement of this machine's rates, which takes seconds, done once for each device and dtype."""
+    return cache(streamed_store.measured_rates)
+
+
+@pytest.fixture
+def known_rates(rates_once, monkeypatch):
+    monkeypatch.setattr(streamed_store, "measured_rates", rates_once)
+
+
+@pytest.fixture(scope="session")
 def pristine(tmp_path_factory):
     """A small random language model with the embedded tokenizer's files."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,6 +42,18 @@ def pristine(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(models.EMBEDDED / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def with_words(pristine, tmp_path_factory):
+    """The small model with a row of its embedding for each token of its tokenizer; tests do not change it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = shutil.copytree(pristine, tmp_path_factory.mktemp("words") / "model")
+    words = models.load().tokenizer.get_vocab()
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL | {"vocab_size": len(words)})).save_pretrained(folder)
     return folder
 
 

@@ -126,7 +126,7 @@ def build():
 def test_factory_model_with_shared_memory_round_trips(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     loaded = models.load(f"{tmp_path / 'odd.py'}:build")
-    iobs.prune(loaded.module, [torch.randn(20, 6)], iobs.Unstructured(0.5))
+    iobs.prune(loaded.module, [torch.randn(20, 6)], iobs.Unstructured(0.5), "one-shot", solver="magnitude")
     with pytest.warns(UserWarning, match="_extra_state"):
         loaded.save(tmp_path / "out")
     assert "again.weight" not in load_file(tmp_path / "out" / "model.safetensors"), "written once"

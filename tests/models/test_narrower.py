@@ -42,7 +42,7 @@ def encoder():
 
 def llama():
     torch.manual_seed(0)
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 """
 
@@ -54,7 +54,7 @@ def test_narrower_network_of_a_function_is_loaded_with_equal_outputs(name, tmp_p
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(40, 3, 8, 8, generator=generator)
     if name == "llama":
-        batch = {"input_ids": torch.randint(32, (20, 10), generator=generator)}
+        batch = {"input_ids": torch.randint(32, (10, 8), generator=generator)}
     before = sum(one.numel() for one in loaded.module.parameters())
     iobs.prune(loaded.module, [batch], iobs.Structured(0.4), "one-shot")
     for number in range(2):  # a loaded network is written again

@@ -50,8 +50,8 @@ def test_packed_file_restores_every_tensor_bit_for_bit(dtype, tmp_path):
 
 def test_packed_half_sparse_bfloat16_is_at_most_57_percent(tmp_path):
     torch.manual_seed(0)
-    model = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
-    iobs.prune(model, torch.randn(64, 1024).bfloat16(), iobs.Unstructured(0.5), solver="magnitude")
+    model = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+    iobs.prune(model, torch.randn(16, 512).bfloat16(), iobs.Unstructured(0.5), "one-shot", solver="magnitude")
     (tmp_path / "model").mkdir()
     save_file({"weight": model.weight.detach()}, tmp_path / "model" / "model.safetensors")
     iobs.save_packed(tmp_path / "model", tmp_path / "packed")
@@ -79,7 +79,7 @@ def test_load_packed_restores_a_language_model(shared_data, tmp_path):
 
     loaded = load(shared_data / "llama_stories260K")
     tokens = torch.arange(3, 35).reshape(1, 32)
-    iobs.prune(loaded.module, {"input_ids": tokens}, iobs.Unstructured(0.5), solver="magnitude", holdout=0)
+    iobs.prune(loaded.module, {"input_ids": tokens}, 0.5, "one-shot", solver="magnitude", holdout=0)
     iobs.save_packed(loaded, tmp_path / "packed")
     again = iobs.load_packed(tmp_path / "packed")
     with torch.no_grad():

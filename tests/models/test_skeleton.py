@@ -4,6 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from iobs.models.skeleton import skeleton
 
 MADE = """
 import ctypes, sys
@@ -30,6 +34,31 @@ print(library.mallinfo2().arena - before, sum(2 * one.numel() for one in module.
 """
 
 
+class Made(TorchDispatchMode):
+    """Keeps the sizes of tensors that operators give outside the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        if isinstance(found, torch.Tensor) and not found.is_meta:
+            self.sizes.append(found.numel())
+        return found
+
+
+def test_no_tensor_of_the_size_of_a_weight_is_made(directory):
+    with Made() as made:
+        torch.ones(3)
+        module = skeleton(directory)
+    sizes = [one.numel() for one in module.parameters() if one.ndim > 1]
+    assert all(one.is_meta for one in module.parameters())
+    assert made.sizes[0] == 3  # tensors are seen
+    assert max(made.sizes) < min(sizes)
+
+
+@pytest.mark.slow  # a process of its own imports torch and transformers
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library is glibc on Linux alone")
 def test_heap_does_not_grow_by_the_parameters(tmp_path):
     made = subprocess.run([sys.executable, "-c", MADE, str(tmp_path)], capture_output=True, text=True)

@@ -232,7 +232,7 @@ def test_blocks_that_run_in_cycles_are_refused_before_any_work(tmp_path, monkeyp
 def test_allocation_by_block_is_the_same_with_one_block_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data = families.language_batches()
-    options = {"allocation": "block", "holdout": 0.0}
+    options = {"allocation": "block", "holdout": 0.0, **OPTIONS}
     report = prune_directory(
         tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.6), arithmetic=torch.float32, **options
     )

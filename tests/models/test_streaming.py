@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import iobs
-from iobs import models
 from iobs.cli import app
 from iobs.errors import CalibrationError, ModelError, OutputError
 from iobs.models import load, streamed_store
@@ -51,7 +50,7 @@ def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
+FITTED = {"masks": 2, "steps": 4, "between": 2, "lr": 1e-2}
 
 
 @pytest.mark.parametrize(
@@ -62,15 +61,16 @@ FITTED = {"steps": 8, "between": 2, "lr": 1e-2}
         ("gpt2", {"target": "dense", "bias": "refit"}),
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
         ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
-        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=3, network_lr=1e-3)}),
         # Their blocks return a tuple: the loss reads every sample of a step.
-        ("bloom", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=6, network_lr=1e-3)}),
+        ("bloom", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=3, network_lr=1e-3)}),
         ("falcon", {"target": "residual", "blocks": BlockFit(**FITTED)}),
     ],
 )
 def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):
     families.saved(name, tmp_path / "model")
     model, data = load(tmp_path / "model", dtype=torch.bfloat16).module, families.language_batches(count=4)
+    options = {**OPTIONS, **options}
     same = {**options, "arithmetic": torch.bfloat16, "holdout": 0.25}
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
     iobs.prune(model, data, 0.5, "one-shot", holdout=0.25, **options)
@@ -85,7 +85,7 @@ def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, 
 def test_window_before_a_dense_last_block_matches_the_hidden_state(window, tmp_path):
     """Its output does not go to the norm and the head, so the last window has no KL divergence."""
     families.saved("llama", tmp_path / "model")
-    data, found = families.language_batches(count=4), []
+    data, found = families.language_batches(count=2), []
     for last in ("kl", "mse"):
         options = {"target": "residual", "blocks": BlockFit(**FITTED, last=last, window=window)}
         arguments = tmp_path / "model", tmp_path / last, data, iobs.Unstructured(0.5)
@@ -98,7 +98,7 @@ def test_window_before_a_dense_last_block_matches_the_hidden_state(window, tmp_p
 def test_prune_directory_uses_heldout_and_keeps_zeros(tmp_path):
     families.saved("llama", tmp_path / "model")
     data = families.language_batches()
-    one = prune_directory(tmp_path / "model", tmp_path / "one", data, iobs.Unstructured(0.4), holdout=0.25)
+    one = prune_directory(tmp_path / "model", tmp_path / "one", data, iobs.Unstructured(0.4), holdout=0.25, **OPTIONS)
     assert all(entry.error_heldout is not None for entry in one.best.layers)
     further = {"keep_zeros": True, "solver": "magnitude", "refine": "refit"}
     prune_directory(tmp_path / "one", tmp_path / "two", data, iobs.Unstructured(0.6), **further)
@@ -125,9 +125,10 @@ def test_prune_directory_computes_in_a_given_dtype(tmp_path):
 
 def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     families.saved("llama", tmp_path / "model")
-    data, best = families.language_batches(count=6), iobs.Recipe.preset("best")
-    best = best.but(blocks=replace(best.blocks, network_steps=6, steps=4, between=2))
-    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=best.blocks)
+    data, best = families.language_batches(count=3), iobs.Recipe.preset("best")
+    few = replace(best.blocks, masks=2, network_steps=3, steps=2, between=1, epochs=None, lr=1e-3, network_lr=1e-3)
+    best = best.but(blocks=few, **OPTIONS)
+    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=few, **OPTIONS)
     for name, recipe in (("best", best), ("parts", parts)):
         with StreamedStore.open(tmp_path / "model", tmp_path / name) as store:
             report = iobs.prune(store, data, 0.5, recipe, holdout=0.25)
@@ -139,7 +140,7 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
 def test_fast_from_files_is_judged_by_held_out_samples_as_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data, fast = families.language_batches(count=6), iobs.Recipe.preset("fast")
-    recipe = fast.but(allocation="block", blocks=replace(fast.blocks, steps=4))
+    recipe = fast.but(allocation="block", blocks=replace(fast.blocks, steps=4), **OPTIONS)
     with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
         streamed = iobs.prune(store, data, 0.5, recipe)
     whole = iobs.prune(model, data, 0.5, recipe, include=[row.name for row in streamed.audit])
@@ -207,7 +208,7 @@ def planned(folder, then):
         then(store, store.plan(store.select(None, None, False), data, recipe, 0.0))
 
 
-def test_prune_directory_announces_its_plan_first(tmp_path):
+def test_prune_directory_announces_its_plan_first(tmp_path, known_rates):
     families.saved("llama", tmp_path / "model")
     plans = []
 
@@ -225,11 +226,11 @@ def test_prune_directory_announces_its_plan_first(tmp_path):
 def test_prune_directory_restores_the_c_library(tmp_path):
     families.saved("llama", tmp_path / "model")
     before = memory._thresholds
-    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4))
+    prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4), **OPTIONS)
     assert memory._thresholds == before
 
 
-def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
+def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch, known_rates):
     families.saved("llama", tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(OutputError, match="MB left"):
@@ -268,7 +269,7 @@ def test_run_of_a_store_checks_the_room_before_any_work(tmp_path, monkeypatch, s
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
+def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch, known_rates):
     families.saved("llama", tmp_path / "model")
     (tmp_path / "run").mkdir()
 
@@ -336,13 +337,13 @@ def test_prune_directory_writes_companions_and_completion(tmp_path):
     assert not list((tmp_path / "out").glob("tmp*"))
 
 
-def test_low_memory_option_prunes_block_by_block(tmp_path, monkeypatch):
+def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypatch, known_rates):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     options = ["--low-memory", "--data", str(text), "--samples", "8", "--seq-len", "32", "--solver", "sparsegpt"]
 
     def run(*more):
-        return CliRunner().invoke(app, ["prune", str(models.EMBEDDED), "-o", str(tmp_path / "out"), *options, *more])
+        return CliRunner().invoke(app, ["prune", str(with_words), "-o", str(tmp_path / "out"), *options, *more])
 
     planned = run("--dry-run")
     assert "Predicted peak memory" in planned.output
@@ -390,6 +391,6 @@ def test_failed_run_leaves_no_files(method, error, tmp_path):
     watch = iobs.Callback()
     setattr(watch, method, fail)
     with pytest.raises(type(error) if isinstance(error, Exception) else error):
-        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), callbacks=[watch])
+        prune_directory(tmp_path / "model", tmp_path / "out", families.language_batches(), callbacks=[watch], **OPTIONS)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert memory._thresholds == before

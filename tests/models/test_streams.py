@@ -108,7 +108,7 @@ def test_memory_that_cannot_be_locked_is_one_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize("blocks", [None, STEPS], ids=["layers", "blocks"])
 def test_weights_do_not_depend_on_the_place_of_streams(tmp_path, blocks):
     families.saved("llama", tmp_path / "model")
-    data = families.language_batches(count=4)
+    data = families.language_batches(count=2)
     options = {"target": "residual", "blocks": blocks, "holdout": 0.25}
     places, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
     assert places == ("disk", "memory")
@@ -130,7 +130,7 @@ def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Storage, "park", watched)
     options = {"target": "residual", "allocation": "block", "holdout": 0.25}
-    data = families.language_batches(count=4)
+    data = families.language_batches(count=2)
     _, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
     assert stored == {"gram", "drift"}
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
@@ -138,7 +138,7 @@ def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
 
 def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
     families.saved("llama", tmp_path / "model")
-    data, alive, most = families.language_batches(count=12), weakref.WeakSet(), 0
+    data, alive, most = families.language_batches(count=6), weakref.WeakSet(), 0
 
     def read():
         nonlocal most
@@ -155,7 +155,7 @@ def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
     assert all(torch.equal(value, collected[name]) for name, value in lazily.items())
 
 
-def test_plan_names_the_place_of_streams(tmp_path):
+def test_plan_names_the_place_of_streams(tmp_path, known_rates):
     families.saved("llama", tmp_path / "model")
     data = families.language_batches()
     plans = {}

@@ -70,10 +70,10 @@ def test_refit_equals_l_bfgs_b_on_every_support(low, high, family):
 @pytest.mark.parametrize(("low", "high"), BOXES)
 @pytest.mark.parametrize("intercept", [True, False])
 def test_minimize_finds_the_best_of_all_supports_within_bounds(low, high, intercept):
-    for seed in range(4):
-        design, y, _ = _data(seed, d=9, rho=0.8)
+    for seed in range(3):
+        design, y, _ = _data(seed, d=8, rho=0.8)
         centred = (design - design.mean(axis=0), y - y.mean()) if intercept else (design, y)
-        best = min(_by_lsq_linear(*centred, support, low, high)[0] for support in _supports(9, 3))
+        best = min(_by_lsq_linear(*centred, support, low, high)[0] for support in _supports(8, 3))
         result = minimize(LeastSquares(design, y, intercept=intercept), 3, lower=low, upper=high)
         assert result.loss == pytest.approx(best, rel=1e-9)
         assert result.support.size <= 3
@@ -93,21 +93,21 @@ def test_minimize_finds_the_best_logistic_model_within_bounds():
 
 
 def test_bounds_far_away_change_nothing():
-    design, y, _ = _data(6, n=100, d=30)
+    design, y, _ = _data(6, n=100, d=15)
     objective = LeastSquares(design, y, intercept=True)
-    free, bounded = minimize(objective, 5), minimize(objective, 5, lower=-100, upper=np.full(30, 100.0))
+    free, bounded = minimize(objective, 5), minimize(objective, 5, lower=-100, upper=np.full(15, 100.0))
     assert bounded.support.tolist() == free.support.tolist()
     assert bounded.theta == pytest.approx(free.theta, rel=1e-9)
     assert bounded.intercept == pytest.approx(free.intercept)
 
 
 def test_own_bounds_of_every_coefficient_and_forced_columns_hold():
-    design, y, rng = _data(7, n=200, d=40)
-    low, high = -rng.uniform(0, 0.3, 40), rng.uniform(0, 0.3, 40)
-    result = minimize(LeastSquares(design, y, forced=[3]), 6, lower=low, upper=high)
+    design, y, rng = _data(7, n=100, d=20)
+    low, high = -rng.uniform(0, 0.3, 20), rng.uniform(0, 0.3, 20)
+    result = minimize(LeastSquares(design, y, forced=[3]), 4, lower=low, upper=high)
     assert (result.theta >= low).all()
     assert (result.theta <= high).all()
-    assert np.count_nonzero(np.delete(result.theta, 3)) <= 6
+    assert np.count_nonzero(np.delete(result.theta, 3)) <= 4
     assert 3 in result.support
 
 

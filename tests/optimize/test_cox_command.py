@@ -192,20 +192,20 @@ def test_whole_categories_hold_their_bounds(tmp_path, rng):
 
 
 def test_cox_with_interactions_finds_the_product_and_predicts(tmp_path, rng):
-    X = rng.standard_normal((400, 4))
+    X = rng.standard_normal((400, 3))
     margin = 0.8 * X[:, 0] - 0.7 * X[:, 1] + 0.9 * X[:, 0] * X[:, 1]
     event, censored = rng.exponential(np.exp(-margin)), rng.exponential(3.0, 400)
     file, output = tmp_path / "times.csv", tmp_path / "model.json"
     rows = np.column_stack([X, np.minimum(event, censored), event <= censored])
     with file.open("w", newline="", encoding="utf8") as out:
-        csv.writer(out).writerows([["a", "b", "c", "d", "time", "status"], *rows.tolist()])
+        csv.writer(out).writerows([["a", "b", "c", "time", "status"], *rows.tolist()])
     settings = ["--family", "cox", "--target", "time", "--status", "status", "--interactions", "strong"]
     _run("solve", file, *settings, "-k", 3, "-o", output)
     model = json.loads(output.read_text())
     found = {row["name"]: row["coefficient"] for row in model["features"]}
     assert set(found) == {"a", "b", "a:b"}
     design = np.column_stack([X[:, 0], X[:, 1], X[:, 0] * X[:, 1]])
-    exact = SparseCox(3).fit(design, rows[:, 4:]).coef_
+    exact = SparseCox(3).fit(design, rows[:, 3:]).coef_
     assert [found["a"], found["b"], found["a:b"]] == pytest.approx(exact, abs=1e-6)
     predicted = list(csv.DictReader(io.StringIO(_run("predict", output, file))))
     ratios = np.array([float(next(iter(row.values()))) for row in predicted])

@@ -32,7 +32,8 @@ def test_figure_gaussian_shows_one_newton_step(tmp_path, monkeypatch):
 
 
 def test_figure_mnist_shows_one_newton_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(figure_mnist, "TRIALS", 5)
+    monkeypatch.setattr(figure_mnist, "TRIALS", 2)
+    monkeypatch.setattr(figure_mnist, "SHOWN", 2)
     monkeypatch.setattr(figure_mnist, "STEPS", 20)
     monkeypatch.setattr(figure_mnist, "CHECKED", (1, 10, 20))
     monkeypatch.delenv("IOBS_MNIST", raising=False)

@@ -107,12 +107,14 @@ def test_other_losses_keep_the_limit(model):
     shares, found = [], []
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        X = rng.standard_normal((400, 30))
+        X = rng.standard_normal((400, 20))
         margin = X[:, :12] @ rng.choice([-0.9, 0.9], 12)
         if model == "classes":
-            estimator, y = SparseClassifier(), np.where(rng.random(400) < 1 / (1 + np.exp(-margin)), "yes", "no")
+            estimator = SparseClassifier(max_k=24)
+            y = np.where(rng.random(400) < 1 / (1 + np.exp(-margin)), "yes", "no")
         else:
-            estimator, y = SparseCox(), np.column_stack([rng.exponential(np.exp(-margin)), np.ones(400)])
+            estimator = SparseCox(max_k=24)
+            y = np.column_stack([rng.exponential(np.exp(-margin)), np.ones(400)])
         result = knockoff_filter(estimator, X, y, fdr=0.2, seed=seed)
         assert result.kind == "gaussian"
         false = np.setdiff1d(result.support, np.arange(12)).size

@@ -136,10 +136,10 @@ def test_minimize_takes_constant_and_refuses_nonfinite_functions(method):
 
 
 def test_auto_claims_no_optimum_if_f_is_unbounded(rng):
-    X, y = torch.from_numpy(rng.standard_normal((40, 6))), torch.from_numpy(rng.poisson(2.0, 40))
-    likelihood = from_torch(lambda t: (y * (X @ t) - torch.exp(X @ t)).sum(), 6)
+    X, y = torch.from_numpy(rng.standard_normal((20, 4))), torch.from_numpy(rng.poisson(2.0, 20))
+    likelihood = from_torch(lambda t: (y * (X @ t) - torch.exp(X @ t)).sum(), 4)
     assert minimize(likelihood, 2).message == auto.RUNAWAY
-    assert minimize(from_torch(lambda t: -likelihood.function(t), 6), 2).message == auto.LOCAL_MODEL
+    assert minimize(from_torch(lambda t: -likelihood.function(t), 4), 2).message == auto.LOCAL_MODEL
 
 
 @pytest.mark.parametrize(("rho", "k"), [(0.0, 60), (0.0, 70), (0.9, 60)])

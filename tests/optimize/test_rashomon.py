@@ -177,8 +177,8 @@ def test_a_limit_gives_an_incomplete_set_that_says_so(limits, words):
 
 def test_a_stopped_search_has_every_member_below_its_bound():
     rng = np.random.default_rng(5)
-    X = correlated_design(rng, 60, 30, 0.5)
-    objective = LeastSquares(X, X @ sparse_signal(rng, 30, 4) + 3 * rng.standard_normal(60))
+    X = correlated_design(rng, 60, 20, 0.5)
+    objective = LeastSquares(X, X @ sparse_signal(rng, 20, 4) + 3 * rng.standard_normal(60))
     full = rashomon_set(objective, 4, gap=0.2)
     cut = rashomon_set(objective, 4, gap=0.2, max_members=len(full) // 3)
     below = {tuple(m.support) for m in full if m.loss < cut.complete_below}

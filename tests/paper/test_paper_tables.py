@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from iobs.cli import app
 from iobs.data import Question, prompt, read_questions
 from iobs.errors import DataError
 from iobs.evaluate import answer
-from iobs.models import load
+from iobs.models import EMBEDDED, load
 from iobs.paper import Request, find, llama, table_cbs, table_llm, table_vit
 from iobs.paper.rounds import Measured, Row, Settings, settings_for, starred
 
@@ -164,11 +165,16 @@ def test_tables_name_the_option_of_missing_images(name):
 
 
 def test_table_llm_runs_a_language_model_of_the_user(tmp_path):
-    from iobs.models import EMBEDDED
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    text = tmp_path / "text.txt"
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=2048, max_position_embeddings=32)
+    LlamaForCausalLM(config).save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, model)
     text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
-    request = Request(False, 0, None, lambda text: None, str(EMBEDDED), (str(text),), (str(text),) * 2)
+    request = Request(False, 0, None, lambda text: None, str(model), (str(text),), (str(text),) * 2)
     results = find("table-llm").run(replace(request, rounds=2, limit=2))
     assert [row.method.removesuffix(" *") for row in results.rows] == ["dense", "SparseGPT", "I-OBS, round 2"] * 2
     assert all(row.measured > 1 and row.published is None for row in results.rows)
@@ -200,6 +206,7 @@ def test_mmlu_prompt_equals_the_original():
     )
 
 
+@pytest.mark.slow
 def test_mmlu_of_a_small_model_is_at_chance(shared_data):
     from iobs.models import load
 
@@ -213,7 +220,7 @@ def test_mmlu_of_a_small_model_is_at_chance(shared_data):
 
 
 def test_mmlu_command_prints_every_subject(shared_data):
-    command = ["evaluate", str(shared_data / "llama_stories260K"), "--limit", "1"]
+    command = ["evaluate", str(shared_data / "llama_stories260K"), "--limit", "1", "--shots", "1"]
     result = CliRunner().invoke(app, [*command, "--questions", str(shared_data / "mmlu" / "mmlu.jsonl.gz"), "--json"])
     assert result.exit_code == 0, result.output
     table = json.loads(result.stdout)

@@ -2,6 +2,23 @@ import pytest
 import torch
 from simulated_gpu import SimulatedGpu
 
+from iobs.pruning.cost import speeds
+from iobs.pruning.widths import clock
+
+
+@pytest.fixture(autouse=True)
+def speeds_of_small_products(monkeypatch):
+    """Measure the speed of the machine by few entries: a run with gradient steps measures it, for half a second."""
+    for name in ("_SIDE", "_ENTRIES", "_COPIED"):
+        monkeypatch.setattr(speeds, name, 32)
+
+
+@pytest.fixture(autouse=True)
+def short_timings(monkeypatch):
+    """Time a network whose units were removed only a few times: no test depends on the seconds of this machine."""
+    monkeypatch.setattr(clock, "_SECONDS", 0.01)
+    monkeypatch.setattr(clock, "_SLICE", 1e-5)
+
 
 @pytest.fixture
 def gpu(monkeypatch):

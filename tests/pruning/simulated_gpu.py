@@ -92,20 +92,26 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.places = places
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and torch would import its compiler, which takes seconds, to skip it."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Check and run one kernel."""
         kwargs = kwargs or {}
         given = list(_tensors((args, kwargs)))
-        found = {self.places.of(tensor) for tensor in given if tensor.ndim}
-        if {GPU, CPU} <= found and func.overloadpacket.__name__ not in KERNELS_CROSSING:
+        found = [(tensor.ndim, self.places.of(tensor)) for tensor in given]
+        places = {place for dimensions, place in found if dimensions}
+        if {GPU, CPU} <= places and func.overloadpacket.__name__ not in KERNELS_CROSSING:
             raise RuntimeError(f"Expected all tensors to be on the same device in the kernel {func}")
         result = func(*args, **kwargs)
-        there = any(self.places.of(tensor) == GPU for tensor in given)
-        for tensor in _tensors(result):
-            if there and self.places.of(tensor) is None:
-                self.places.put(tensor, GPU)
+        if any(place == GPU for _, place in found):
+            for tensor in _tensors(result):
+                if self.places.of(tensor) is None:
+                    self.places.put(tensor, GPU)
         return result
 
 

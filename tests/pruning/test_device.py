@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from menagerie import build
+from menagerie import SmallTransformer, build, token_batches
 from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
@@ -46,6 +46,13 @@ def test_simulated_gpu_checks_the_kernels_of_a_backward_pass(gpu):
         torch.autograd.grad(Mixing.apply(value).sum(), value)
 
 
+# Every step of the simulated GPU is slow: most runs have a cheap solver and few layers. test_device_paths.py runs each
+# solver on it.
+SOME = {
+    "convolutional": ["stem", "stages.1.*", "depthwise", "head"],
+    "perceptron": ["fc2", "fc3"],
+    "transformer": ["*.q", "*.down"],
+}
 SHORT = replace(iobs.Recipe.preset("best").finetune, steps=12, most_steps=None)
 CHOICES = {
     "fast": ("convolutional", {"recipe": iobs.Recipe.preset("fast").but(blocks=BlockFit(steps=4, lr=1e-3))}),
@@ -58,22 +65,45 @@ CHOICES = {
         "transformer",
         {"rounds": iobs.Rounds(2, finetune=iobs.FineTune(lr=1e-3, loss="block", optimizer="adam"))},
     ),
-    "fresh data": ("perceptron", {"rounds": iobs.Rounds(2, finetune=iobs.FineTune(lr=1e-3, loss="kl"), data="fresh")}),
-    "batch norm": ("convolutional", {"batch_norm": "update", "target": "dense", "inputs": "dense"}),
-    "by Fisher": ("perceptron", {"allocation": "fisher", "refine": "swap"}),
+    "fresh data": (
+        "perceptron",
+        {
+            "solver": "sparsegpt",
+            "include": SOME["perceptron"],
+            "rounds": iobs.Rounds(2, finetune=iobs.FineTune(lr=1e-3, loss="kl"), data="fresh"),
+        },
+    ),
+    "batch norm": (
+        "convolutional",
+        {
+            "solver": "sparsegpt",
+            "batch_norm": "update",
+            "target": "dense",
+            "inputs": "dense",
+            "include": SOME["convolutional"],
+        },
+    ),
+    "by Fisher": (
+        "perceptron",
+        {"solver": "sparsegpt", "allocation": "fisher", "refine": "refit", "include": SOME["perceptron"]},
+    ),
+    "swaps": ("perceptron", {"solver": "magnitude", "refine": "swap", "include": "fc3"}),
     "searched for": ("perceptron", {"allocation": iobs.Allocation("evolve", generations=3)}),
     "OBC": ("perceptron", {"solver": "obc"}),
-    "SparseGPT": ("transformer", {"solver": "sparsegpt", "target": "dense"}),
-    "Wanda": ("transformer", {"solver": "wanda"}),
-    "magnitude": ("convolutional", {"solver": "magnitude", "depthwise": True}),
-    # A cheap solver: every step of the simulated GPU is slow, and test_device_paths.py runs each solver on it.
-    "residual": ("transformer", {"solver": "sparsegpt", "target": "residual", "bias": "refit"}),
+    "SparseGPT": ("transformer", {"solver": "sparsegpt", "target": "dense", "include": SOME["transformer"]}),
+    "Wanda": ("transformer", {"solver": "wanda", "include": SOME["transformer"]}),
+    "magnitude": ("convolutional", {"solver": "magnitude", "depthwise": True, "include": SOME["convolutional"]}),
+    "residual": (
+        "transformer",
+        {"solver": "sparsegpt", "target": "residual", "bias": "refit", "include": SOME["transformer"]},
+    ),
     "blocks": (
         "transformer",
         {
             "solver": "sparsegpt",
             "target": "residual",
-            "blocks": BlockFit(steps=3, lr=1e-3, network_steps=2, network_lr=1e-4),
+            "include": SOME["transformer"],
+            "blocks": BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4),
         },
     ),
     "last window": ("transformer", {"blocks": BlockFit(steps=4, masks=3, between=2, last="kl")}),
@@ -81,6 +111,14 @@ CHOICES = {
 
 
 LONG = {"fast", "rounds", "best", "searched for", "last window", "block outputs"}  # by make test-all
+
+
+def small(name):
+    """The network of a case, the transformer of two narrow blocks, and its batches."""
+    if name != "transformer":
+        return build(name)
+    torch.manual_seed(0)
+    return SmallTransformer(width=8, depth=2).eval(), token_batches(count=2, size=6, length=8)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +129,7 @@ LONG = {"fast", "rounds", "best", "searched for", "last window", "block outputs"
     ],
 )
 def test_prune_on_a_gpu_with_every_option(gpu, name, options):
-    model, data = build(name)
+    model, data = small(name)
     report = iobs.prune(on_gpu(model), data, iobs.Unstructured(0.5), **{"recipe": "one-shot", **options})
     assert report.sparsity == pytest.approx(0.5, abs=0.02)
     assert all(isinstance(value, OnGpu) for value in model.parameters())
@@ -100,8 +138,10 @@ def test_prune_on_a_gpu_with_every_option(gpu, name, options):
 def test_paper_recipe_on_a_gpu_resumes_from_a_checkpoint(gpu, tmp_path):
     model, data = build("perceptron")
     second = on_gpu(copy.deepcopy(model))
+    paper = iobs.Recipe.preset("paper")
+    recipe = paper.but(rounds=replace(paper.rounds, count=2))
     for network in (on_gpu(model), second):  # the second run reads its results from the checkpoint
-        iobs.prune(network, data, iobs.Unstructured(0.5), "paper", checkpoint=tmp_path)
+        iobs.prune(network, data, iobs.Unstructured(0.5), recipe, include=SOME["perceptron"], checkpoint=tmp_path)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), second.parameters(), strict=True))
 
 

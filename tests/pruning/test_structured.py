@@ -1,7 +1,7 @@
 """Structured: units are removed from whole networks, and the networks compute what the zeros promised."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import families
@@ -30,6 +30,7 @@ from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
 from iobs.report.narrower import render_widths
+from iobs.solvers.grouped import search
 
 
 class Block(nn.Module):
@@ -43,7 +44,18 @@ class Block(nn.Module):
         return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
 
 
+@pytest.fixture(autouse=True)
+def few_proofs(monkeypatch):
+    """Prove the best units of narrow layers alone, which tests of the solvers do for all: it took half of each run."""
+    monkeypatch.setattr(search, "_PROVABLE", 6)
+
+
 def network():
+    return copy.deepcopy(trained())
+
+
+@cache
+def trained():
     torch.manual_seed(1)
     found = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(12), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     found.append(nn.Linear(8, 4))

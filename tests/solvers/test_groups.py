@@ -288,7 +288,7 @@ def test_singular_hessians_are_solved(solver, kind, dtype):
     samples = SINGULAR[kind](torch.randn(40, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64))
     hessian, centre = (samples.T @ samples / len(samples)).to(dtype), torch.linspace(-1, 1, 36, dtype=dtype).view(3, 12)
     for problem in (iobs.Quadratic.at(centre, hessian), iobs.Quadratic(hessian, centre @ hessian, centre)):
-        for pattern in (iobs.Groups(1, 9), *PATTERNS[1:3]):
+        for pattern in (iobs.Groups(1, 9), PATTERNS[2]):
             for refine in (None, "refit", "swap"):
                 found = iobs.solve(problem, pattern, solver, refine=refine, **options_of(solver, pattern, 12))
                 assert torch.isfinite(found.weight).all()

@@ -91,13 +91,13 @@ def test_net_trim_agrees_with_cvxpy(seed, relu):
     assert np.abs(found.numpy() - variable.value).max() < 1e-3
 
 
-@pytest.mark.parametrize("keep", [0, 12, 21, 40])
+@pytest.mark.parametrize("keep", [0, 7, 12, 21])
 def test_net_trim_with_a_budget_has_the_least_tolerance_that_fits(keep):
-    weight, inputs = layer(0, rows=4, columns=10, samples=50)
+    weight, inputs = layer(0, rows=3, columns=7, samples=50)
     found = net_trim(weight, inputs, keep=keep)
     assert found.nonzeros <= keep
     assert found.error <= found.tolerance + 1e-4
-    if keep < 40:
+    if keep < 21:
         assert net_trim(weight, inputs, 0.95 * found.tolerance).nonzeros > keep
 
 

@@ -112,7 +112,7 @@ def test_some_rows_of_a_layer_show_its_errors_where_no_trial_needs_all(monkeypat
     found = []
     for rows in (1024, 60):  # every row of the first layer, every tenth
         monkeypatch.setattr(measurements, "CURVE_ROWS", rows)
-        report = iobs.prune(copy.deepcopy(model), data, 0.6, "one-shot", allocation="kl")
+        report = iobs.prune(copy.deepcopy(model), data, 0.6, "one-shot", solver="sparsegpt", allocation="kl")
         found.append([entry.errors for entry in report.allocation])
     (first, second), (sampled, same) = found
     tried = [0, 3, 5, 6]  # densities with a trial, and all entries
@@ -183,11 +183,13 @@ class WithUnusedHead(nn.Module):
         return self.head(self.body(inputs).relu())
 
 
-@pytest.mark.parametrize("choices", [{"allocation": "error"}, {"allocation": "kl"}, {"allocation": "evolve"}])
-def test_allocation_leaves_out_layers_without_inputs(choices):
+@pytest.mark.parametrize(
+    "allocation", ["error", "kl", Allocation("evolve", generations=3)], ids=["error", "kl", "evolve"]
+)
+def test_allocation_leaves_out_layers_without_inputs(allocation):
     torch.manual_seed(0)
     model, data = WithUnusedHead(), [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", ignore=[], **choices)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", ignore=[], allocation=allocation)
     assert "unused" in report.skipped
     assert report.sparsity == 0.5
     assert bool((model.unused.weight != 0).all())
@@ -197,7 +199,10 @@ def test_allocation_leaves_out_layers_without_inputs(choices):
 def test_allocation_of_one_layer_and_of_one_weight(model):
     torch.manual_seed(0)
     data = [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
-    report = iobs.prune(nn.Sequential(model), data, iobs.Unstructured(0.5), "one-shot", allocation="evolve", ignore=[])
+    allocation = Allocation("evolve", generations=3)
+    report = iobs.prune(
+        nn.Sequential(model), data, iobs.Unstructured(0.5), "one-shot", allocation=allocation, ignore=[]
+    )
     assert report.sparsity >= 0.45
 
 
@@ -225,7 +230,8 @@ class TwoHeads(nn.Module):
 def test_allocation_prunes_a_head_without_loss_moderately(criterion):
     torch.manual_seed(0)
     data = [torch.randn(50, 16) for _ in range(6)]
-    report = iobs.prune(TwoHeads(), data, iobs.Unstructured(0.5), "one-shot", allocation=criterion)
+    allocation = Allocation(criterion, generations=20)
+    report = iobs.prune(TwoHeads(), data, 0.5, "one-shot", solver="sparsegpt", allocation=allocation)
     assert report.audit[2].name == "box"
     assert 0.3 < report.audit[2].sparsity < 0.7
     assert report.sparsity == 0.5
@@ -240,7 +246,8 @@ def test_allocation_without_a_measured_effect_is_that_of_errors_with_a_note(crit
     torch.manual_seed(0)
     model, data = Idle(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), [torch.randn(50, 16) for _ in range(2)]
     reports = [
-        iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", allocation=name) for name in ("error", criterion)
+        iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", solver="sparsegpt", allocation=name)
+        for name in ("error", criterion)
     ]
     assert [row.asked for row in reports[0].audit] == [row.asked for row in reports[1].audit]
     noted = [[note for note in one.notes if "No layer has an effect" in note] for one in reports]
@@ -258,7 +265,8 @@ def test_allocation_prunes_a_layer_of_little_effect_most(criterion):
             return self.last(torch.relu(self.first(inputs) + 1e-5 * self.idle(inputs)))
 
     torch.manual_seed(0)
-    report = iobs.prune(Gated(), torch.randn(400, 16), iobs.Unstructured(0.5), "fast", allocation=criterion)
+    allocation = Allocation(criterion, generations=20)
+    report = iobs.prune(Gated(), torch.randn(400, 16), 0.5, "one-shot", solver="sparsegpt", allocation=allocation)
     sparsity = {row.name: row.sparsity for row in report.audit}
     assert sparsity["idle"] > 0.85 > 0.4 > sparsity["first"]
 
@@ -274,8 +282,8 @@ def test_within_support_caps_counts_at_nonzero_entries():
 @pytest.mark.parametrize("criterion", ["kl", "evolve"])
 def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion, keep_zeros):
     model, data = network
-    for allocation, sparsity in (("uniform", 0.8), (criterion, 0.85)):
-        choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation != "uniform"}
+    for allocation, sparsity in ((Allocation("uniform"), 0.8), (Allocation(criterion, generations=3), 0.85)):
+        choices = {"allocation": allocation, "keep_zeros": keep_zeros and allocation.criterion != "uniform"}
         report = iobs.prune(model, data, iobs.Unstructured(sparsity), iobs.Recipe(), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
@@ -299,6 +307,7 @@ def test_damage_passes_predicts_the_samples_of_the_trials(network, layers):
             data,
             iobs.Unstructured(0.8),
             "one-shot",
+            solver="sparsegpt",
             allocation=criterion,
             include=[str(2 * i) for i in range(layers)],
         )

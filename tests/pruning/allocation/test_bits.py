@@ -87,7 +87,7 @@ def test_division_is_at_least_as_good_as_brute_force_and_spends_the_budget(bits)
 @pytest.mark.parametrize("bits", [3.0, 4.5])
 def test_network_spends_its_budget(bits):
     model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(bits, group=16), "fast")
+    report = iobs.prune(model, data, iobs.Budget(bits, group=16), "fast", solver="sparsegpt")
     assert bits - 0.1 <= report.bits_per_weight <= bits
     assert any("by measured damages" in note for note in report.notes)
     assert len(report.allocation) == len(report.audit)
@@ -149,7 +149,9 @@ def test_two_uniform_plans_with_zeros_are_tried_with_the_target_of_the_run(targe
 
     monkeypatch.setattr("iobs.pruning.allocation.bits.Sweep", Noted)
     model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(3.6, group=16), Recipe(allocation="kl", target=target))
+    report = iobs.prune(
+        model, data, iobs.Budget(3.6, group=16), Recipe(solver="sparsegpt", allocation="kl", target=target)
+    )
     note = next(one for one in report.notes if one.startswith("Divergence"))
     assert note.count("zeros and") == 2
     curves, *trials = references
@@ -165,7 +167,7 @@ def test_a_uniform_plan_of_less_divergence_replaces_a_bad_division(bits, monkeyp
 
     monkeypatch.setattr("iobs.pruning.allocation.bits.divided", bad)
     model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(bits + 1, group=16), Recipe(allocation="kl"))
+    report = iobs.prune(model, data, iobs.Budget(bits + 1, group=16), Recipe(solver="sparsegpt", allocation="kl"))
     note = next(one for one in report.notes if one.startswith("Divergence"))
     assert "by measured damages" in note
     assert "by measured damages" not in note.split(",")[0]
@@ -176,9 +178,12 @@ def test_a_uniform_plan_of_less_divergence_replaces_a_bad_division(bits, monkeyp
 
 def test_a_plan_that_is_tried_leaves_no_trace_in_the_result():
     model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(9.5, group=16), Recipe(allocation="kl"))  # room for 8 bits everywhere
+    recipe = Recipe(solver="sparsegpt")
+    report = iobs.prune(
+        model, data, iobs.Budget(9.5, group=16), recipe.but(allocation="kl")
+    )  # room for 8 bits everywhere
     plain, data = three_layers()
-    expected = iobs.prune(plain, data, iobs.Grid(8, 16), Recipe())
+    expected = iobs.prune(plain, data, iobs.Grid(8, 16), recipe)
     assert report.bits_per_weight == expected.bits_per_weight
     assert any("8 bits" in note for note in report.notes if note.startswith("Divergence"))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
@@ -186,7 +191,7 @@ def test_a_plan_that_is_tried_leaves_no_trace_in_the_result():
 
 def test_audit_of_a_budget_counts_bits_and_finds_changes():
     model, data = three_layers()
-    report = iobs.prune(model, data, iobs.Budget(3.0, group=16), "fast")
+    report = iobs.prune(model, data, iobs.Budget(3.0, group=16), Recipe(solver="magnitude", allocation="kl"))
     rows = {row.name: row for row in audit(model, iobs.Budget(3.0, group=16))}
     assert all(rows[row.name].bits <= row.bits for row in report.audit)
     with pytest.raises(AuditError, match="bits a weight, more than 2 bits a weight"):
@@ -202,7 +207,8 @@ def test_audit_of_a_budget_counts_bits_and_finds_changes():
 
 def test_a_resumed_run_does_not_measure_again(tmp_path):
     model, data = three_layers()
-    first = iobs.prune(model, data, iobs.Budget(3.0, group=16), "fast", checkpoint=tmp_path)
+    recipe = Recipe.preset("fast").but(solver="sparsegpt")
+    first = iobs.prune(model, data, iobs.Budget(3.0, group=16), recipe, checkpoint=tmp_path)
     other, data = three_layers()
     measured = []
 
@@ -210,7 +216,7 @@ def test_a_resumed_run_does_not_measure_again(tmp_path):
         def on_measure(self, task, done, total):
             measured.append(task)
 
-    second = iobs.prune(other, data, iobs.Budget(3.0, group=16), "fast", checkpoint=tmp_path, callbacks=[Listens()])
+    second = iobs.prune(other, data, iobs.Budget(3.0, group=16), recipe, checkpoint=tmp_path, callbacks=[Listens()])
     assert not [task for task in measured if "curves" in task]
     assert [row.bits for row in first.audit] == [row.bits for row in second.audit]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

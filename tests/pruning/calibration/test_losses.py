@@ -43,7 +43,7 @@ def test_kl_to_compares_real_outputs_by_squared_error(shape):
     # A uniform allocation leaves an error that fine-tuning can remove.
     for name, choices in {"fast": {}, "finetuned": {"finetune": POLISH}}.items():
         pruned = copy.deepcopy(network)
-        iobs.prune(pruned, data, iobs.Unstructured(0.6), iobs.Recipe(target="dense"), **choices)
+        iobs.prune(pruned, data, iobs.Unstructured(0.6), iobs.Recipe(target="dense", solver="sparsegpt"), **choices)
         with torch.no_grad():
             errors[name] = float((pruned(inputs) - targets).square().mean())
     assert errors["finetuned"] < 0.9 * errors["fast"]
@@ -91,7 +91,9 @@ def test_losses_of_a_single_output_are_not_zero(loss):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
     data = [(torch.randn(20, 8), torch.randn(20, 1))]
     step = iobs.FineTune(lr=1e-3, loss=loss)
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", rounds=iobs.Rounds(2, finetune=step))
+    report = iobs.prune(
+        model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude", rounds=iobs.Rounds(2, finetune=step)
+    )
     assert all(record.loss_heldout > 1e-6 for record in report.rounds)
 
 
@@ -128,7 +130,8 @@ def test_kl_to_ignores_classes_with_logit_minus_infinity():
 
     data = [torch.randn(40, 6)]
     network = Masked(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
-    report = iobs.prune(network, data, iobs.Unstructured(0.5), "best", finetune=None)
+    short = {"finetune": None, "solver": "sparsegpt", "allocation": iobs.Allocation("evolve", generations=3)}
+    report = iobs.prune(network, data, iobs.Unstructured(0.5), "best", **short)
     assert math.isfinite(report.best.loss_heldout)
 
 

@@ -84,7 +84,7 @@ class Block(nn.Module):
         return self.norm2(x + self.fc2(torch.relu(self.fc1(x))))
 
 
-def pruned(reads, monkeypatch=None, **settings):
+def pruned(reads, monkeypatch=None, recipe="fast", **settings):
     """Samples through qkv of the last block per sample, and the pruned weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(reads=reads) for _ in range(3))).eval()
@@ -98,14 +98,15 @@ def pruned(reads, monkeypatch=None, **settings):
         seen += 0 if output.is_meta else len(output)
 
     model[-1].qkv.register_forward_hook(count)
-    iobs.prune(model, data, "50%", holdout=0.0, **settings)
+    iobs.prune(model, data, "50%", recipe, holdout=0.0, solver="sparsegpt", **settings)
     return seen / 60, model.state_dict()
 
 
 @pytest.mark.parametrize("target", ["layer", "residual"])
 def test_attention_that_is_a_function_runs_once(target, monkeypatch):
-    fewer, found = pruned("", target=target)
-    more, expected = pruned("", monkeypatch, target=target)
+    settings = {"target": target, "allocation": "block", "blocks": None}
+    fewer, found = pruned("", **settings)
+    more, expected = pruned("", monkeypatch, **settings)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     # Of every model, qkv runs for the inputs of proj, and no longer for those of fc1 and fc2, and the block's output.
     models = 2 if target == "residual" else 1
@@ -114,8 +115,8 @@ def test_attention_that_is_a_function_runs_once(target, monkeypatch):
 
 @pytest.mark.parametrize("reads", ["value", "in place", "branch"])
 def test_no_bypass_is_taken_if_the_rest_of_the_block_reads_a_skipped_output(reads, monkeypatch):
-    _, found = pruned(reads, target="residual")
-    _, expected = pruned(reads, monkeypatch, target="residual")
+    _, found = pruned(reads, recipe="one-shot", target="residual")
+    _, expected = pruned(reads, monkeypatch, "one-shot", target="residual")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
@@ -149,7 +150,8 @@ def assert_same_weights_without(monkeypatch, finder, network):
     def weights():
         torch.manual_seed(0)
         model = network().eval()
-        iobs.prune(model, [torch.randn(10, 6, 8) for _ in range(4)], "50%", "one-shot", holdout=0.0)
+        data = [torch.randn(10, 6, 8) for _ in range(4)]
+        iobs.prune(model, data, "50%", "one-shot", holdout=0.0, solver="sparsegpt")
         return model.state_dict()
 
     found = weights()

@@ -107,7 +107,7 @@ DATA = [torch.randn(8, 6, 5, generator=torch.Generator().manual_seed(seed)) for 
 )
 def test_every_gate_is_pruned(kind, recipe):
     model = Tagger(kind, bidirectional=True)
-    report = iobs.prune(model, DATA, 0.5, recipe)
+    report = iobs.prune(model, DATA, 0.5, recipe, solver="sparsegpt")
     names = {row.name for row in report.audit}
     assert names == {layer.name for layer in find_layers(model)}
     gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
@@ -118,7 +118,7 @@ def test_every_gate_is_pruned(kind, recipe):
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_are_pruned(kind):
-    report = iobs.prune(WithCell(kind), DATA, 0.5)
+    report = iobs.prune(WithCell(kind), DATA, 0.5, solver="sparsegpt")
     assert {row.name.split(".")[0] for row in report.audit} == {"cell", "head"}
     assert not report.skipped
 
@@ -165,7 +165,7 @@ def test_inputs_of_projections_give_the_outputs_of_the_lstm(bias, packed):
 @pytest.mark.parametrize("recipe", ["one-shot", "fast"])
 def test_projections_of_an_lstm_are_pruned(recipe):
     model = nn.Sequential(made(nn.LSTM, batch_first=True, proj_size=2, num_layers=2), First(), nn.Linear(2, 3))
-    report = iobs.prune(model, DATA, 0.5, recipe)
+    report = iobs.prune(model, DATA, 0.5, recipe, solver="sparsegpt")
     zeros = {row.name: row.zeros for row in report.audit}
     assert {name for name in zeros if "weight_hr" in name} == {"0.weight_hr_l0", "0.weight_hr_l1"}
     for number in (0, 1):

@@ -20,8 +20,9 @@ def test_parameter_in_a_product_is_pruned_as_the_equal_linear(name):
     shape, use, matrix, bias = PLAIN[name]
     direct = Direct(shape, use)
     equal = Equal(direct, matrix, bias)
-    report = iobs.prune(direct, data(), 0.5, "one-shot", target="dense")
-    expected = iobs.prune(equal, data(), 0.5, "one-shot", target="dense")
+    recipe = iobs.Recipe(target="dense", solver="sparsegpt")
+    report = iobs.prune(direct, data(), 0.5, recipe)
+    expected = iobs.prune(equal, data(), 0.5, recipe)
     assert sorted(row.name for row in report.audit) == ["head", "w"]
     assert report.coverage.share == 1
     assert zeros(direct.w) == report.zeros - zeros(direct.head.weight) == expected.zeros - zeros(direct.head.weight)

@@ -107,6 +107,7 @@ def test_best_prunes_an_encoder_without_sampled_text():
     config = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     best = iobs.Recipe.preset("best")
     short = best.but(blocks=replace(best.blocks, masks=1, steps=2, network_steps=2), solver="sparsegpt")
+    short = short.but(allocation=iobs.Allocation("auto", generations=2))
     report = iobs.prune(BertModel(config).eval(), [text(12), text(12)], 0.5, short)
     assert report.zeros == report.weights // 2
     assert not any("sampled" in note for note in report.notes)
@@ -127,23 +128,22 @@ def test_calibration_samples_get_sampled_windows_in_equal_batches(model):
 
 def test_blocks_are_fitted_on_sampled_text_too(model):
     fit = BlockFit(masks=1, steps=2, lr=1e-3, sampled=2)
-    counts = {}
+    counts, some = {}, ["*.q_proj", "*.down_proj"]
+    recipe = iobs.Recipe.preset("one-shot").but(solver="magnitude")
     for copies in (0, 2):
         pruned, seen = LlamaForCausalLM(model.config).eval(), []
         pruned.load_state_dict(model.state_dict())
         pruned.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
-        report = iobs.prune(pruned, [text(20)], 0.5, "one-shot", blocks=replace(fit, sampled=copies))
+        report = iobs.prune(pruned, [text(20)], 0.5, recipe, blocks=replace(fit, sampled=copies), include=some)
         assert report.zeros == report.weights // 2
         counts[copies] = sum(len(one) for one in seen)
     assert counts[2] > 1.5 * counts[0]
     with pytest.raises(ProblemError, match=r"blocks\.sampled"):
-        iobs.prune(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, "one-shot", blocks=fit)
-    auto = iobs.prune(
-        nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, "one-shot", blocks=BlockFit(sampled="auto")
-    )
+        iobs.prune(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, recipe, blocks=fit)
+    auto = iobs.prune(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), 0.5, recipe, blocks=BlockFit(sampled="auto"))
     assert not any("sampled" in note for note in auto.notes)
     pruned.load_state_dict(model.state_dict())
-    auto = iobs.prune(pruned, [text(20)], 0.5, "one-shot", blocks=replace(fit, sampled="auto"))
+    auto = iobs.prune(pruned, [text(20)], 0.5, recipe, blocks=replace(fit, sampled="auto"), include=some)
     assert any("2 windows sampled from the dense model" in note for note in auto.notes)
     with pytest.raises(ProblemError, match="sampled of blocks must be a whole number"):
         BlockFit(sampled=-1)
@@ -155,7 +155,8 @@ def test_interrupted_run_goes_on_with_the_text_that_it_sampled(model, tmp_path, 
 
     def pruned(**options):
         network = copy.deepcopy(model)
-        iobs.prune(network, [text(20)], 0.5, "one-shot", blocks=fit, **options)
+        some = ["*.q_proj", "*.down_proj"]
+        iobs.prune(network, [text(20)], 0.5, "one-shot", solver="magnitude", blocks=fit, include=some, **options)
         return [*network.parameters()]
 
     def stop(entry, index):

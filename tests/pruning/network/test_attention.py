@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,18 @@ def test_cross_attention_captures_separate_inputs(width: int) -> None:
     assert keys is values
 
 
-@pytest.mark.parametrize("recipe", ["fast", "best", "paper"])
-def test_prune_covers_a_whole_transformer_encoder(recipe: str) -> None:
+FAST, BEST, PAPER = (iobs.Recipe.preset(name) for name in ("fast", "best", "paper"))
+# The presets with few steps and without a search.
+FEW = BlockFit(masks=2, between=1, steps=2, lr=1e-3)
+RECIPES = {
+    "fast": FAST.but(blocks=FEW, allocation="block"),
+    "best": BEST.but(blocks=replace(FEW, network_steps=2, network_lr=1e-4), allocation="block"),
+    "paper": PAPER,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_prune_covers_a_whole_transformer_encoder(recipe: iobs.Recipe) -> None:
     torch.manual_seed(0)
     model = Encoder()
     value = correlated(60, 6)

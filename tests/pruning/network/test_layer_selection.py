@@ -9,6 +9,8 @@ from torch import nn
 import iobs
 from iobs.errors import LayerSelectionError
 
+QUICK = iobs.Recipe(solver="magnitude")
+
 
 def test_layers_without_inputs_are_skipped_with_a_note():
     report = iobs.prune(Unfed(), [torch.randn(20, 8)], iobs.Unstructured(0.5), "one-shot")
@@ -53,22 +55,20 @@ def test_layers_without_entries_are_skipped():
 
 def test_depthwise_and_tied_layers_stay_dense_by_default():
     model, data = build("convolutional")
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), QUICK)
     assert report.skipped == {"depthwise": "depthwise convolution"}
     model, data = build("transformer")
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot")
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), QUICK)
     assert report.skipped["head"] == "tied to an embedding"
 
 
 def test_include_skip_and_depthwise_select_layers():
     model, data = build("convolutional")
-    report = iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", depthwise=True)
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), QUICK, depthwise=True)
     assert not report.skipped
     assert zeros_of(model)["depthwise"] == 36
     model, data = build("convolutional")
-    report = iobs.prune(
-        model, data, iobs.Unstructured(0.5), "one-shot", include=["stages.*", "re:head"], ignore="*.short"
-    )
+    report = iobs.prune(model, data, iobs.Unstructured(0.5), QUICK, include=["stages.*", "re:head"], ignore="*.short")
     assert {row.name.split(".")[-1] for row in report.audit} == {"conv1", "conv2", "head"}
     assert report.skipped["stem"] == "not among the included names"
     assert report.skipped["stages.0.0.short"] == "ignored by name"

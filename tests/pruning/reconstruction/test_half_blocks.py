@@ -16,6 +16,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, Stream, running_along_is_exact
 from iobs.pruning.calibration.residency import InMemory
+from iobs.pruning.cost import speeds
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit
@@ -112,11 +113,13 @@ def test_half_blocks_from_files_end_in_the_bits_of_a_run_in_memory(tmp_path, mon
     assert max(most) <= 5  # q, k, v, o and a norm; the whole block has nine tensors
 
 
-def test_half_blocks_take_less_memory_than_blocks(tmp_path):
+def test_half_blocks_take_less_memory_than_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(speeds, "_SIDE", 32)  # the plan measures the speed of products
     saved("llama", tmp_path / "model")
     peaks = []
     for halves in (False, True):
-        recipe = iobs.Recipe(target="residual", blocks=BlockFit(window=1, halves=halves))
+        fit = BlockFit(window=1, masks=1, steps=1, lr=1e-3, halves=halves)
+        recipe = iobs.Recipe(target="residual", blocks=fit)
         with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
             store.plan(store.select(None, None, False), language_batches(), recipe, 0.0)
             blocks = store.streamed.blocks

@@ -8,7 +8,7 @@ from functools import partial
 import families
 import pytest
 import torch
-from menagerie import build
+from menagerie import SmallTransformer, token_batches
 from safetensors.torch import load_file
 
 import iobs
@@ -23,6 +23,13 @@ from iobs.pruning.runtime.checkpoint import DiskCheckpoint
 
 FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=5, network_lr=1e-4)
 OPTIONS = {"solver": "sparsegpt", "target": "residual", "blocks": FIT, "holdout": 0.25}
+INCLUDE = ["*.q*", "*.down*"]  # two layers of every block, in both of its halves: a run is repeated many times
+
+
+def transformer():
+    """A network of two blocks, and its batches."""
+    torch.manual_seed(0)
+    return SmallTransformer(depth=2).eval(), token_batches()
 
 
 class Killed(BaseException):
@@ -60,17 +67,17 @@ def killed_again_and_again(puts, run, every):
 
 
 def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_path):
-    model, data = build("transformer")
+    model, data = transformer()
     undisturbed = copy.deepcopy(model)
-    iobs.prune(undisturbed, data, 0.5, "one-shot", **OPTIONS)
+    iobs.prune(undisturbed, data, 0.5, "one-shot", include=INCLUDE, **OPTIONS)
     assert not puts["count"]
 
     def run():
         network = copy.deepcopy(model)
-        iobs.prune(network, data, 0.5, "one-shot", checkpoint=tmp_path / "run", **OPTIONS)
+        iobs.prune(network, data, 0.5, "one-shot", include=INCLUDE, checkpoint=tmp_path / "run", **OPTIONS)
         return network
 
-    assert killed_again_and_again(puts, run, 9) >= 3
+    assert killed_again_and_again(puts, run, 6) >= 3
     puts.update(last=10**9)
     resumed = run()
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
@@ -78,8 +85,8 @@ def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
 
 @pytest.mark.parametrize("rate", ["auto", 100.0])  # the steps of a rate of 100 are all left out
 def test_run_that_is_killed_repeatedly_has_the_notes_of_an_undisturbed_one(puts, tmp_path, rate):
-    model, data = build("transformer")
-    options = {**OPTIONS, "blocks": replace(FIT, lr=rate, network_lr=rate)}
+    model, data = transformer()
+    options = {**OPTIONS, "blocks": replace(FIT, lr=rate, network_lr=rate), "include": INCLUDE}
     expected = iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", **options).notes
     assert len(expected) >= 2
     found = []
@@ -88,7 +95,7 @@ def test_run_that_is_killed_repeatedly_has_the_notes_of_an_undisturbed_one(puts,
         report = iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", checkpoint=tmp_path / "run", **options)
         found.append(report.notes)
 
-    assert killed_again_and_again(puts, run, 9) >= 3
+    assert killed_again_and_again(puts, run, 6) >= 3
     puts.update(last=10**9)
     run()
     assert found == [expected, expected]
@@ -118,8 +125,9 @@ def test_entries_that_no_resumed_run_reads_are_removed(puts, tmp_path, monkeypat
 
 
 def streamed(folder, output, checkpoint=None):
+    options = {**OPTIONS, "include": INCLUDE, "checkpoint": checkpoint}
     with StreamedStore.open(folder / "model", folder / output) as store:
-        iobs.prune(store, families.language_batches(count=4), 0.5, "one-shot", checkpoint=checkpoint, **OPTIONS)
+        iobs.prune(store, families.language_batches(count=4), 0.5, "one-shot", **options)
     return load_file(folder / output / "model.safetensors")
 
 
@@ -127,12 +135,12 @@ def test_streamed_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     families.saved("llama", tmp_path / "model")
     expected = streamed(tmp_path, "undisturbed")
     found = {}
-    kills = killed_again_and_again(puts, lambda: found.update(streamed(tmp_path, "out", tmp_path / "run")), 9)
+    kills = killed_again_and_again(puts, lambda: found.update(streamed(tmp_path, "out", tmp_path / "run")), 6)
     assert kills >= 3
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(puts, tmp_path, halves):
     """Kills in every phase: the allocation, the trials of rates, the solves of layers, the fits of windows."""
     families.saved("llama", tmp_path / "model")
@@ -141,23 +149,25 @@ def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(pu
 
     def run(output, checkpoint=None):
         with StreamedStore.open(tmp_path / "model", tmp_path / output) as store:
-            iobs.prune(store, families.language_batches(count=4), 0.5, recipe, checkpoint=checkpoint)
+            data = families.language_batches(count=4)
+            iobs.prune(store, data, 0.5, recipe, include=INCLUDE, checkpoint=checkpoint)
         return load_file(tmp_path / output / "model.safetensors")
 
     expected, found = run("undisturbed"), {}
     kills = killed_again_and_again(puts, lambda: found.update(run("out", tmp_path / "run")), 1)
-    assert kills >= 18  # the allocation, 14 layers, a rate and the windows
+    assert kills >= 8  # the allocation, 4 layers, a rate and the windows
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 def test_at_most_one_interval_of_network_steps_is_lost(puts, tmp_path, monkeypatch):
-    model, data = build("transformer")
+    model, data = transformer()
     taken = []
     step = network_fit.NetworkSteps._step
     monkeypatch.setattr(
         network_fit.NetworkSteps, "_step", lambda self, *given: (taken.append(1), step(self, *given))[1]
     )
-    run = partial(iobs.prune, data=data, pattern=0.5, recipe="one-shot", checkpoint=tmp_path / "run", **OPTIONS)
+    options = {**OPTIONS, "include": INCLUDE, "checkpoint": tmp_path / "run"}
+    run = partial(iobs.prune, data=data, pattern=0.5, recipe="one-shot", **options)
     run(copy.deepcopy(model))
     assert len(taken) == FIT.network_steps
     whole, blocks = puts["count"], 3  # two blocks, and the vectors behind them
@@ -203,8 +213,8 @@ def test_vanished_shard_is_one_error_and_the_run_can_go_on(puts, tmp_path):
 
     def run(callbacks):
         with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
-            data = families.language_batches(count=4)
-            iobs.prune(store, data, 0.5, "one-shot", checkpoint=tmp_path / "run", callbacks=callbacks, **OPTIONS)
+            options = {**OPTIONS, "include": INCLUDE, "checkpoint": tmp_path / "run", "callbacks": callbacks}
+            iobs.prune(store, families.language_batches(count=4), 0.5, "one-shot", **options)
 
     with pytest.raises(ModelError, match="put the file back and start again"):
         run([Vanishes()])

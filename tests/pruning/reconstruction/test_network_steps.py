@@ -1,6 +1,7 @@
 """Steps of the whole network, block by block: their gradient is that of ordinary back-propagation."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -162,9 +163,10 @@ def test_network_steps_lower_the_divergence_and_keep_the_zeros():
     model, data = llama()
     dense, fitted = copy.deepcopy(model), copy.deepcopy(model)
     short = BlockFit(steps=8, between=0, masks=1, lr=3e-3)
-    iobs.prune(fitted, data, 0.6, Recipe(target="residual", blocks=short))
-    long = BlockFit(steps=8, between=0, masks=1, lr=3e-3, network_steps=30, network_lr=3e-4)
-    report = iobs.prune(model, data, 0.6, Recipe(target="residual", blocks=long))
+    recipe = Recipe(target="residual", solver="sparsegpt", blocks=short)
+    iobs.prune(fitted, data, 0.6, recipe)
+    long = replace(short, network_steps=20, network_lr=3e-4)
+    report = iobs.prune(model, data, 0.6, recipe.but(blocks=long))
     assert report.zeros == sum(round(0.6 * row.weights) for row in report.audit)
     with evaluating(model), evaluating(dense), evaluating(fitted), torch.no_grad():
         before, after = (sum(float(kl_to(dense)(one, batch)) for batch in data) for one in (fitted, model))

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import logging
 import os
 import stat
 import subprocess
@@ -106,16 +107,19 @@ def test_checkpoint_removes_half_written_files(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+# The lock of a checkpoint, in a process that need not load torch.
 HOLDER = """
-import sys
-from iobs.pruning.runtime.checkpoint import DiskCheckpoint
-checkpoint = DiskCheckpoint(sys.argv[1], {})
+import fcntl, os, sys
+os.mkdir(sys.argv[1])
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
 def test_checkpoint_refuses_a_second_process(tmp_path, monkeypatch):
+    import fcntl
+
     run = tmp_path / "run"
     command = [sys.executable, "-c", HOLDER, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -133,6 +137,10 @@ def test_checkpoint_refuses_a_second_process(tmp_path, monkeypatch):
         holder.wait()
     first = DiskCheckpoint(run, {})
     assert "a" not in DiskCheckpoint(run, {})  # a stopped run may be resumed while its old object is still alive
+    handle = os.open(run, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):  # as another process that would take the lock
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(handle)
     assert first is not None
 
 
@@ -278,6 +286,31 @@ def test_fingerprint_covers_the_values_a_loss_holds(make):
     assert fingerprint(make(1.0)) != fingerprint(make(9.0))
 
 
+def _around(names):
+    """A function that holds a logger, a set, another function and a variable without a value."""
+    log = logging.getLogger("a")
+
+    def loss(model, batch):
+        log.info(names)
+        return "a" in {"b", "c"}
+
+    later = lambda: (loss, log, names, none)  # noqa: E731
+    if not names:
+        none = 1
+    return later
+
+
+def test_fingerprint_knows_no_addresses_and_no_order_of_sets():
+    one, other = {0, 8}, {8, 0}
+    assert [*one] != [*other], "as the same names may be in two processes"
+    first, second = _around(one), _around(other)
+    assert fingerprint(first) == fingerprint(second)
+    assert fingerprint(partial(first, one)) == fingerprint(partial(second, other))
+    assert fingerprint(lambda value: value in {0, 8}) == fingerprint(lambda value: value in {8, 0})
+    assert fingerprint(first) != fingerprint(_around({0, 9}))
+
+
+@pytest.mark.slow
 def test_fingerprint_is_equal_in_every_process():
     code = (
         "import logging, numpy; from functools import partial\n"

@@ -11,6 +11,7 @@ import torch
 import iobs
 from iobs.pruning.blockwise import choice
 from iobs.pruning.progress import _memory
+from iobs.pruning.runtime import memory
 from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, reusing_memory
 
 MEGABYTE = 1 << 20
@@ -31,64 +32,85 @@ def nothing_left():
         pytest.skip("the C library has no such switch, or it is set from outside")
 
 
-# Each measurement runs in a process of its own: the heap of this one depends on the tests before.
-ENDS = """
-import torch
-from iobs.pruning.runtime.memory import resident, reusing_memory
+# Each measurement runs in a process of its own: the heap of this one depends on the tests before. Both are forks of a
+# process that has done nothing but load the library, which takes seconds.
+MEASURED = """
+import os, sys, torch
+from iobs.pruning.runtime.memory import giving_memory_back, resident, reusing_memory
+
 def left():
     before = resident()
     tensor = torch.ones(16 << 20)
     del tensor
     return (resident() - before) >> 20
-before = resident()
-with reusing_memory():
+
+def ends():
+    before = resident()
     with reusing_memory():
-        pass  # leaving an inner context must not end the outer one
-    inside = left()
-after = (resident() - before) >> 20
-try:
-    with reusing_memory():
-        raise ZeroDivisionError
-except ZeroDivisionError:
-    print(inside, after, left())
+        with reusing_memory():
+            pass  # leaving an inner context must not end the outer one
+        inside = left()
+    after = (resident() - before) >> 20
+    try:
+        with reusing_memory():
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        print(inside, after, left())
+
+def gaps():
+    with giving_memory_back():
+        with reusing_memory():
+            early = [torch.ones(4 << 18) for _ in range(16)]
+            del early[::2]
+        before = resident()
+        late = [torch.ones(3 << 18) for _ in range(8)]
+        del late
+        print((resident() - before) >> 20)
+
+for measure in (ends, gaps):
+    if os.fork() == 0:
+        measure()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error() -> None:
+@pytest.fixture(scope="module")
+def measured():
+    """Megabytes that are left: inside and after a context of reuse, after an error in one, and with both contexts."""
+    found = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
+    ends, gaps = found.stdout.splitlines()
+    return *map(int, ends.split()), int(gaps)
+
+
+def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error(measured) -> None:
     with reusing_memory():  # which sets the threshold back
         if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 30):
             pytest.skip("this C library refuses to keep blocks of 64 MB")
-    found = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=True)
-    inside, after, outside = map(int, found.stdout.split())
+    inside, after, outside, _ = measured
     assert inside > 60
     assert max(after, outside) < 4
 
 
-GAPS = """
-import torch
-from iobs.pruning.runtime.memory import giving_memory_back, resident, reusing_memory
-with giving_memory_back():
-    with reusing_memory():
-        early = [torch.ones(4 << 18) for _ in range(16)]
-        del early[::2]
-    before = resident()
-    late = [torch.ones(3 << 18) for _ in range(8)]
-    del late
-    print((resident() - before) >> 20)
-"""
-
-
-def test_memory_is_given_back_where_both_are_asked_for():
+def test_memory_is_given_back_where_both_are_asked_for(measured):
     """Reuse would put the later tensors into gaps of the heap, and keep their pages."""
-    found = subprocess.run([sys.executable, "-c", GAPS], capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 4
+    assert measured[-1] < 4
 
 
+@pytest.mark.slow
 def test_reusing_memory_respects_settings_of_the_user() -> None:
     """With this setting, blocks of 64 MB are mapped one by one and returned when freed."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MEGABYTE)}
     done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 60
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_thresholds_that_the_user_sets_stay_as_they_are(name, monkeypatch):
+    assert memory._glibc.__wrapped__() is not None
+    monkeypatch.setenv(name, "")
+    assert memory._glibc.__wrapped__() is None
 
 
 def test_memory_watch_of_the_cpu_calls_no_cuda(monkeypatch):

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import iobs
 from iobs import models
+from iobs.cli import app
 from iobs.core.shared_rows import RowsOf
 from iobs.errors import DistributedError
 from iobs.pruning import driver
@@ -111,25 +113,32 @@ def test_rank_ends_if_another_rank_dies_and_the_run_can_go_on(tmp_path):
     assert all(torch.equal(value, resumed[name]) for name, value in undisturbed.items())
 
 
-def command(*arguments, **variables):
-    """Run the command line with some of torchrun's environment variables set."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
-    arguments = [sys.executable, "-m", "iobs", *map(str, arguments)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True)
+@pytest.fixture
+def command(monkeypatch):
+    """Run the command line in this process with some of torchrun's environment variables set."""
+
+    def run(*arguments, **variables):
+        for name in ("RANK", "MASTER_ADDR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"CUDA_VISIBLE_DEVICES": "", **variables}.items():
+            monkeypatch.setenv(name, value)
+        return CliRunner().invoke(app, [*map(str, arguments)])
+
+    return run
 
 
-def test_ranks_ignore_variables_of_other_programs(tmp_path):
+def test_ranks_ignore_variables_of_other_programs(command, tmp_path):
     assert command("--version", WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1").stdout.startswith("iobs")
     alone = command("prune", "-o", tmp_path / "out", tmp_path / "none", WORLD_SIZE="2", RANK="0")
+    assert isinstance(alone.exception, SystemExit)
     assert "Traceback" not in alone.stderr
     assert "other ranks" not in alone.stderr
 
 
-def test_ranks_that_cannot_be_reached_raise_one_error(tmp_path):
+def test_ranks_that_cannot_be_reached_raise_one_error(command, tmp_path):
     variables = {"WORLD_SIZE": "2", "RANK": "first", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     run = command("prune", "-o", tmp_path / "out", **variables)
-    assert run.returncode == 1
+    assert run.exit_code == 1
     assert run.stderr.startswith("Error: The other ranks cannot be reached")
     assert "Traceback" not in run.stderr
 

@@ -10,6 +10,7 @@ from small_runs import problem, prune
 import iobs
 from iobs.errors import OtherRunError
 from iobs.pruning import workspace
+from iobs.pruning.allocation import bits, sensitivity
 from iobs.pruning.allocation.bits import BitPlanner
 from iobs.pruning.allocation.sensitivity import Planner
 from iobs.pruning.widths.curves import Curves
@@ -66,6 +67,13 @@ class StopsAt(iobs.Callback):
             raise Stop
 
     on_layer = on_step = on_round = on_measure = _event
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch):
+    """Compare few sparsities, and measure the divergence of a trial on few samples."""
+    monkeypatch.setattr(sensitivity, "_LEAST_PASSES", 32)
+    monkeypatch.setattr(bits, "_STEP", 0.2)
 
 
 # Saved at every event, and at the ends of phases alone, which the decisions in between must not change.
