@@ -1,29 +1,62 @@
-"""Runs whose resulting bits are stored: every recipe on the small menagerie, every solver, every method."""
+"""Runs whose results are stored: every recipe on several kinds of networks, every solver, every method."""
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import menagerie
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import iobs
+from iobs.data.sources import embedded_text
 from iobs.models.streamed_store import StreamedStore
 
 BEST = iobs.Recipe.preset("best")
-STEP = replace(BEST.rounds.finetune, steps=6)
-LAST = replace(BEST.finetune, steps=30, most_steps=None)
+# Without trials of rates, which take most of the time; "best, whole" has them.
+STEP = replace(BEST.rounds.finetune, steps=4, lr=1e-3, optimizer="adam")
+LAST = replace(BEST.finetune, steps=8, lr=1e-3, optimizer="adam", most_steps=None)
+FEW_STEPS = replace(iobs.Recipe.preset("fast").blocks, steps=8)
 HALF = iobs.Unstructured(0.6)
 
 
+def _embedded() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """The language model that comes with the package, and 12 windows of its text."""
+    loaded = iobs.load()
+    encoded = loaded.tokenizer([text[:400] for text in embedded_text("calibration")[:40]])["input_ids"]
+    windows = torch.tensor([tokens[:24] for tokens in encoded if len(tokens) >= 24][:12])
+    return loaded.module, [{"input_ids": batch, "labels": batch} for batch in windows.split(4)]
+
+
+def _labelled_images(key: str | None = None) -> list[object]:
+    generator = torch.Generator().manual_seed(2)
+    batches = [(torch.randn(8, 3, 8, 8, generator=generator), torch.arange(8) % 4) for _ in range(4)]
+    return [{key: images, "labels": labels} for images, labels in batches] if key else [*batches]
+
+
+def _convolutional() -> tuple[nn.Module, list[object]]:
+    torch.manual_seed(0)
+    return menagerie.SmallConvolutional().eval(), _labelled_images()
+
+
+def _vision_transformer() -> tuple[nn.Module, list[object]]:
+    import families  # makes torchvision importable before transformers is
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    torch.manual_seed(0)
+    config = families.hf.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=4)
+    return families.hf.ViTForImageClassification(config).eval(), _labelled_images("pixel_values")
+
+
 def _pruned(name: str, pattern: object = HALF, recipe: str = "one-shot", **options: object) -> Iterable[Tensor]:
-    model, data = menagerie.build(name)
+    model, data = NETWORKS[name]() if name in NETWORKS else menagerie.build(name)
+    if name == "embedded":
+        options["include"] = "*.layers.1.*"  # one of four blocks, for a fourth of the time
     iobs.prune(model, data, pattern, recipe, **options)
     return model.state_dict().values()
 
@@ -65,63 +98,96 @@ def _minimised(method: str) -> Iterable[Tensor]:
     return [torch.as_tensor(iobs.minimize(iobs.objectives.LeastSquares(design, target), 4, method=method).theta)]
 
 
+def _path(estimator: object, loss: str) -> Iterable[Tensor]:
+    """Coefficients of the chosen columns, for every k of a path."""
+    generator = np.random.default_rng(7)
+    design = generator.normal(size=(120, 12))
+    linear = design[:, :3] @ [1.0, -2.0, 1.5]
+    target = linear + generator.normal(size=120) if loss == "squared" else linear + generator.logistic(size=120) > 0
+    fitted = estimator.fit(design, target)
+    return [torch.as_tensor(np.ravel(entry["coef"])) for entry in fitted.path_]
+
+
+def _packed(precision: str | None) -> Iterable[Tensor]:
+    """The bytes of a packed file. Its weights are the same numbers on every machine."""
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32))
+    with torch.no_grad(), TemporaryDirectory() as folder:
+        for parameter in model.parameters():
+            values = torch.arange(parameter.numel(), dtype=torch.float32) * 0.618034 % 1
+            parameter.copy_((values - 0.5).where(values > 0.5, 0.0).view_as(parameter))
+        iobs.save_packed(model, Path(folder) / "packed", precision=precision)
+        files = sorted(file for file in (Path(folder) / "packed").rglob("*") if file.is_file())
+        return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files]
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Iterable[object]]]] = {
+    "embedded": _embedded,
+    "labelled convolutional": _convolutional,
+    "ViT": _vision_transformer,
+}
+SHORT_BEST = {
+    "recipe": "best",
+    "rounds": iobs.Rounds(3, "auto", finetune=STEP),
+    "finetune": LAST,
+    "blocks": replace(BEST.blocks, steps=8, between=4, network_steps=8, sampled=0),
+}
+MAIN_CASES: dict[str, dict[str, object]] = {
+    "one-shot": {},
+    "fast": {"recipe": "fast"},
+    "best": SHORT_BEST,
+    "paper": {"recipe": "paper", "rounds": 3},
+    "structured": {"pattern": iobs.Structured(0.3), "recipe": "fast"},
+    "zeros and bits": {"pattern": iobs.Unstructured(0.5) & iobs.Grid(4)},
+}
 RECIPE_CASES: dict[str, dict[str, object]] = {
     "plain": {},
     "sparsegpt": {"solver": "sparsegpt"},
     "2:4": {"pattern": iobs.NM(2, 4)},
     "dense targets": {"target": "dense"},
-    "fast": {"recipe": "fast"},
-    "best": {"recipe": "best", "rounds": iobs.Rounds(3, "auto", finetune=STEP), "finetune": LAST},
+    "fast": {"recipe": "fast", "blocks": FEW_STEPS},
+    "best": SHORT_BEST,
     "growing": {
         "recipe": "best",
-        "rounds": iobs.Rounds(4, "cubic", finetune=replace(STEP, lr=1e-3, optimizer="adam")),
+        "blocks": FEW_STEPS,
+        "rounds": iobs.Rounds(4, "cubic", finetune=STEP),
         "finetune": None,
     },
     "paper": {"recipe": "paper", "rounds": 3},
-    "keep zeros": {"keep_zeros": True, "refine": "swap", "inputs": "dense", "batch_norm": "update"},
+    "keep zeros": {"keep_zeros": True, "refine": "swap", "inputs": "dense", "target": "dense", "batch_norm": "update"},
 }
 TARGETLESS = {"convolutional", "shared kernel", "recurrent"}
 INDIVISIBLE = {"convolutional", "shared kernel", "perceptron"}
 
 
 def cases() -> dict[str, Callable[[], Iterable[Tensor]]]:
-    """Name -> run that returns the tensors to hash."""
-    found: dict[str, Callable[[], Iterable[Tensor]]] = {}
+    """Name -> run that returns the tensors of its result."""
+    runs: dict[str, Callable[[], Iterable[Tensor]]] = {}
+    for name in NETWORKS:
+        for label, options in MAIN_CASES.items():
+            if (name, label) == ("embedded", "structured"):
+                continue  # the traces of its wide blocks take half a minute
+            runs[f"main / {name} / {label}"] = partial(_pruned, name, **options)
     for name in menagerie.CASES:
         for label, options in RECIPE_CASES.items():
             if (label == "paper" and name in TARGETLESS) or (label == "2:4" and name in INDIVISIBLE):
                 continue
-            found[f"prune / {name} / {label}"] = lambda name=name, options=options: _pruned(name, **options)
+            runs[f"prune / {name} / {label}"] = partial(_pruned, name, **options)
         if name not in TARGETLESS:
-            found[f"peer / {name} / woodfisher"] = lambda name=name: _peer(name, iobs.WoodFisher(block=50))
-            found[f"peer / {name} / chita++"] = lambda name=name: _peer(name, iobs.CHITA(stages=4, block=50))
-    found["prune / perceptron / best, whole"] = lambda: _pruned("perceptron", recipe="best")
+            runs[f"peer / {name} / woodfisher"] = partial(_peer, name, iobs.WoodFisher(block=50))
+            runs[f"peer / {name} / chita++"] = partial(_peer, name, iobs.CHITA(stages=4, block=50))
+    runs["prune / perceptron / best, whole"] = partial(_pruned, "perceptron", recipe="best")
+    runs["prune / transformer / budget"] = partial(_pruned, "transformer", iobs.Budget(3.0), "fast")
     for family in ("llama", "opt"):
-        found[f"low memory / {family}"] = lambda family=family: _low_memory(family)
-        found[f"low memory / {family} / held out"] = lambda family=family: _low_memory(
-            family, holdout=0.25, solver="sparsegpt"
-        )
+        runs[f"low memory / {family}"] = partial(_low_memory, family)
+        runs[f"low memory / {family} / held out"] = partial(_low_memory, family, holdout=0.25, solver="sparsegpt")
     for solver in ("magnitude", "wanda", "sparsegpt", "obc", "admm"):
         for pattern in (iobs.Unstructured(0.5), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)):
             for refine in (None, "swap"):
-                found[f"solve / {solver} / {pattern} / {pattern!r} / {refine}"] = (
-                    lambda solver=solver, pattern=pattern, refine=refine: _solved(solver, pattern, refine=refine)
-                )
+                runs[f"solve / {solver} / {pattern!r} / {refine}"] = partial(_solved, solver, pattern, refine=refine)
     for method in ("iht", "topk_iobs", "iobs", "stochastic_iobs", "obc", "obs", "htp", "auto"):
-        found[f"minimize / {method}"] = lambda method=method: _minimised(method)
-    return found
-
-
-def digest(run: Callable[[], Iterable[Tensor]]) -> str:
-    """Hash of the tensors of a run, or the name of the error that it ends with."""
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            tensors = [tensor.detach().cpu().contiguous().view(-1) for tensor in run()]
-        except iobs.errors.IOBSError as error:
-            return type(error).__name__
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]
+        runs[f"minimize / {method}"] = partial(_minimised, method)
+    runs["path / squared"] = partial(_path, iobs.SparseRegressor(k="cv"), "squared")
+    runs["path / logistic"] = partial(_path, iobs.SparseClassifier(k="bic"), "logistic")
+    for precision in (None, "bf16", "int8", "int4"):
+        runs[f"packed / {precision}"] = partial(_packed, precision)
+    return runs
