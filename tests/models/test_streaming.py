@@ -51,6 +51,7 @@ def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
 
 
 FITTED = {"masks": 2, "steps": 4, "between": 2, "lr": 1e-2}
+NETWORK_STEPS = BlockFit(**FITTED, network_steps=3, network_lr=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +62,10 @@ FITTED = {"masks": 2, "steps": 4, "between": 2, "lr": 1e-2}
         ("gpt2", {"target": "dense", "bias": "refit"}),
         ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
         ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
-        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=3, network_lr=1e-3)}),
+        ("llama", {"target": "residual", "blocks": NETWORK_STEPS}),
         # Their blocks return a tuple: the loss reads every sample of a step.
-        ("bloom", {"target": "residual", "blocks": BlockFit(**FITTED, network_steps=3, network_lr=1e-3)}),
-        ("falcon", {"target": "residual", "blocks": BlockFit(**FITTED)}),
+        pytest.param("bloom", {"target": "residual", "blocks": NETWORK_STEPS}, marks=pytest.mark.slow),
+        pytest.param("falcon", {"target": "residual", "blocks": BlockFit(**FITTED)}, marks=pytest.mark.slow),
     ],
 )
 def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, tmp_path):

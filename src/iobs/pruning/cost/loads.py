@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
@@ -81,18 +81,23 @@ class Load:
     moved: float = 0.0
     inner: float = 0.0
 
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The values of all fields; `dataclasses.astuple` copies each of them, most of the time of a plan."""
+        return tuple(vars(self).values())
+
     def __add__(self, other: Load) -> Load:
-        return Load(*(own + its for own, its in zip(astuple(self), astuple(other), strict=True)))
+        return Load(*(own + its for own, its in zip(self.parts, other.parts, strict=True)))
 
     def __mul__(self, factor: float) -> Load:
-        return Load(*(own * factor for own in astuple(self)))
+        return Load(*(own * factor for own in self.parts))
 
     def seconds(self, rates: Rates) -> float:
         """Time at the rates of a machine."""
         double = rates.solve / 2 if rates.double is None else rates.double
         inner = rates.solve if rates.inner is None else rates.inner
         speeds = rates.product, rates.solve, double, rates.memory, inner
-        return float(sum(part / speed for part, speed in zip(astuple(self), speeds, strict=True)))
+        return float(sum(part / speed for part, speed in zip(self.parts, speeds, strict=True)))
 
 
 def is_admm(recipe: Recipe) -> bool:
