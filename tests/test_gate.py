@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Tally, rotated
+from tally import Tally, rotated
 
 ROOT = Path(__file__).resolve().parents[1]
 
