@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from iobs import openmp
 
 # What a process of a user sees: none of the variables that the tests set.
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
@@ -33,7 +36,15 @@ def test_policy_reaches_the_openmp_of_torch_and_needs_no_other_thread():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("threads", "choice", "held"), [(2, {}, 1), (1, {}, 0), (2, {"OMP_WAIT_POLICY": "ACTIVE"}, 0)])
-def test_idle_team_stands_in_where_torch_was_loaded_first(threads, choice, held):
-    done = run(f"import torch, iobs; torch.set_num_threads({threads}); {PRUNE}; {PRUNE}; {NAMES}", **choice)
-    assert done.stdout.strip() == str(["iobs-idle-openmp-team"] * held)
+def test_idle_team_stands_in_where_torch_was_loaded_first():
+    one, two = (f"torch.set_num_threads({count}); {PRUNE}; {PRUNE}; {NAMES}" for count in (1, 2))
+    done = run(f"import torch, iobs; {one}; {two}")
+    assert done.stdout.split("\n") == ["[]", "['iobs-idle-openmp-team']", ""]
+
+
+def test_idle_team_leaves_a_choice_of_the_user(monkeypatch):
+    monkeypatch.setattr(openmp, "_too_late", True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(openmp, "_hold_idle_team", lambda: pytest.fail("a team was started"))
+    monkeypatch.setattr(openmp, "_chosen_by_user", True)
+    openmp.ensure_sleep()

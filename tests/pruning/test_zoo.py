@@ -49,7 +49,9 @@ def groups_of(layer, model, of):
     return (layer.read(model).reshape(-1, of) != 0).sum(1)
 
 
-@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4), iobs.NM(4, 8)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4), pytest.param(iobs.NM(4, 8), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_prune_of_a_trained_network_keeps_most_predictions(zoo, shared_data, name, pattern):
     make, load = NETWORKS[name]
