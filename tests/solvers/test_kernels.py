@@ -1,5 +1,6 @@
 """Numba kernels compared with their torch forms."""
 
+import numpy as np
 import pytest
 import torch
 from solver_problems import dependent_problem, random_problem
@@ -7,6 +8,7 @@ from solver_problems import dependent_problem, random_problem
 import iobs
 from iobs.core import linalg
 from iobs.solvers.kernels import conjugate, eliminate, greedy, project, select, swaps
+from iobs.solvers.kernels.select_numba import kth_smallest
 from iobs.solvers.obc import greedy_mask
 
 DTYPES = [torch.float32, torch.float64]
@@ -146,3 +148,15 @@ def test_greedy_mask_is_contiguous():
     for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
         mask = greedy_mask(torch.linalg.inv(problem.matrix), problem.centre(), pattern.groups((4, 8)))
         assert mask.is_contiguous()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinite"])
+def test_quickselect_gives_the_value_of_a_partition(size, kind):
+    generator = np.random.default_rng(size)
+    values = generator.normal(size=size) if kind != "ties" else generator.integers(0, 4, size).astype(float)
+    if kind == "infinite":
+        values[generator.random(size) < 0.3] = np.inf
+    kept = values.copy()
+    assert [kth_smallest(values, k) for k in range(size)] == sorted(kept)
+    assert (values == kept).all()

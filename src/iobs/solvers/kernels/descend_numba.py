@@ -8,6 +8,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from iobs.solvers.kernels.select_numba import kth_smallest
+
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 Indices = NDArray[np.int64]
@@ -59,7 +61,7 @@ def _least(weight: Floats, hessian: Floats) -> float:
 @njit(nogil=True, cache=True)
 def smallest(values: Floats, count: int, found: Indices) -> int:
     """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
-    bound = np.partition(values, count - 1)[count - 1] if count < values.size else values.max()
+    bound = kth_smallest(values, count - 1) if count < values.size else values.max()
     ties = count
     for j in range(values.size):
         ties -= values[j] < bound

@@ -6,6 +6,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from iobs.solvers.kernels.select_numba import kth_smallest
+
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
@@ -145,7 +147,7 @@ def _select(values: Floats, kept: Bools, keep: int) -> None:
         kept[:] = False
         return
     magnitudes = np.abs(values)
-    bound = np.partition(magnitudes, values.size - keep)[values.size - keep]
+    bound = kth_smallest(magnitudes, values.size - keep)
     missing = keep
     for j in range(values.size):
         kept[j] = magnitudes[j] > bound

@@ -1,4 +1,4 @@
-"""Numba loop of `select.py`: radix select."""
+"""Numba loops that select: radix select of `select.py`, and quickselect for the loops of other kernels."""
 
 from __future__ import annotations
 
@@ -38,3 +38,33 @@ def kth_largest(bits: NDArray[np.uint32], keep: int) -> tuple[int, int, int]:
         above += low[rest]
         rest -= 1
     return (bucket << 16) | rest, above, low[rest]
+
+
+@njit(nogil=True, cache=True)
+def kth_smallest(values: NDArray[np.floating], k: int) -> float:
+    """The value that would stand at index k if `values` (n,) were sorted.
+
+    Hoare's quickselect on a copy. `np.partition` gives the same value, but takes 6 to 12 s to compile where this takes
+    half a second.
+    """
+    rest = values.copy()
+    first, last = 0, values.size - 1
+    while first < last:
+        pivot = rest[(first + last) // 2]
+        i, j = first, last
+        while i <= j:
+            while rest[i] < pivot:
+                i += 1
+            while rest[j] > pivot:
+                j -= 1
+            if i <= j:
+                rest[i], rest[j] = rest[j], rest[i]
+                i += 1
+                j -= 1
+        if k <= j:
+            last = j
+        elif k >= i:
+            first = i
+        else:
+            break
+    return rest[k]  # type: ignore[no-any-return]
