@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "golden"))
 
 from golden_cases import cases
-from golden_results import STORED, TOLERANCE, Result, Stored, machine
+from golden_results import STORED, Result, Stored, machine, tolerance
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
         name
         for name, result in new.items()
         if name not in old.results
-        or (known[name] != result.hash if name in known else result.distance(old.results[name]) > TOLERANCE)
+        or (known[name] != result.hash if name in known else result.distance(old.results[name]) > tolerance(name))
     }
     hashes = {
         place: {name: value for name, value in values.items() if name in new and name not in changed}

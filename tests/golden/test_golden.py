@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from golden_cases import cases
-from golden_results import TOLERANCE, Result, Stored, machine
+from golden_results import TOLERANCE, Result, Stored, machine, tolerance
 
 CASES = cases()
 STORED = Stored.read()
@@ -27,7 +27,7 @@ def test_result_is_as_stored(name, record_property):
             "note", f"golden results were compared within {TOLERANCE:.0%}, not in bits: none are of {place}"
         )
         assert result.norm > 0 or result.hash == expected.hash
-        assert result.distance(expected) <= TOLERANCE
+        assert result.distance(expected) <= tolerance(name)
 
 
 def test_no_result_is_stored_of_a_case_that_is_gone():
