@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from golden_cases import cases
-from golden_results import TOLERANCE, Result, Stored, machine, tolerance
+from golden_results import Result, Stored, machine, tolerance
 
 CASES = cases()
 STORED = Stored.read()
@@ -24,7 +24,7 @@ def test_result_is_as_stored(name, record_property):
     else:
         place = ", ".join(machine().values())
         record_property(
-            "note", f"golden results were compared within {TOLERANCE:.0%}, not in bits: none are of {place}"
+            "note", f"golden results were compared within {tolerance(name):.0%}, not in bits: none are of {place}"
         )
         assert result.norm > 0 or result.hash == expected.hash
         assert result.distance(expected) <= tolerance(name)
