@@ -2,14 +2,9 @@ import os
 import time
 from pathlib import Path
 
-# Compiled kernels are kept between runs and shared by parallel workers; numba reads the variable when it is imported.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parents[1] / ".numba_cache"))
-# Triton's kernels run in its interpreter on the CPU; the variable is read when triton is imported.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-# One thread that sleeps while it waits, here and in every process that a test starts: the tests are small and run in
-# parallel, and threads that spin while they wait for a core made runs on a busy machine up to 20 times slower.
-os.environ.update(OMP_WAIT_POLICY="PASSIVE", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+import environment  # noqa: F401 - before torch is loaded
 
+# isort: split
 import pytest
 import torch
 from tally import Tally, rotated
@@ -48,6 +43,17 @@ def pytest_runtest_protocol(item):
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _speeds_of_small_products():
+    """Measure the speed of the machine by few entries: most runs and plans measure it, for half a second or more."""
+    from iobs.pruning.cost import speeds
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_SIDE", "_ENTRIES", "_COPIED"):
+            patch.setattr(speeds, name, 32)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -32,10 +32,8 @@ def real_figures():
 def cheap_surroundings(request, monkeypatch):
     """Make cheap what every run of a command does beside its work, and what tests of other folders check.
 
-    Measuring the speed of the machine, continuing texts for many tokens and saving figures took most of the time of
-    the runs on small models.
+    Continuing texts for many tokens and saving figures took most of the time of the runs on small models.
     """
-    monkeypatch.setattr("iobs.pruning.cost.speeds.least_seconds", lambda _: 0.1)
     monkeypatch.setattr("iobs.evaluate.before_after._MOST_TOKENS", 4)
     if "real_figures" in request.fixturenames:
         return

@@ -1,11 +1,9 @@
 import shutil
-from functools import cache
 
 import pytest
 import torch
 
 from iobs import models
-from iobs.models import streamed_store
 from iobs.models.vision_shim import ensure_torchvision
 
 ensure_torchvision()
@@ -19,17 +17,6 @@ SMALL = {
     "vocab_size": 32,
     "max_position_embeddings": 64,
 }
-
-
-@pytest.fixture(scope="session")
-def rates_once():
-    """The measurement of this machine's rates, which takes seconds, done once for each device and dtype."""
-    return cache(streamed_store.measured_rates)
-
-
-@pytest.fixture
-def known_rates(rates_once, monkeypatch):
-    monkeypatch.setattr(streamed_store, "measured_rates", rates_once)
 
 
 @pytest.fixture(scope="session")

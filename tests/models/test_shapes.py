@@ -26,7 +26,7 @@ def directory(tmp_path):
     return tmp_path / "model"
 
 
-def test_shapes_of_a_configuration_equal_those_of_the_files(directory, tmp_path, known_rates):
+def test_shapes_of_a_configuration_equal_those_of_the_files(directory, tmp_path):
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
     layers = store.select(None, None, False).layers
     plan = store.plan(store.select(None, None, False), families.language_batches(), ONE_SHOT, 0.0)

@@ -209,7 +209,7 @@ def planned(folder, then):
         then(store, store.plan(store.select(None, None, False), data, recipe, 0.0))
 
 
-def test_prune_directory_announces_its_plan_first(tmp_path, known_rates):
+def test_prune_directory_announces_its_plan_first(tmp_path):
     families.saved("llama", tmp_path / "model")
     plans = []
 
@@ -231,7 +231,7 @@ def test_prune_directory_restores_the_c_library(tmp_path):
     assert memory._thresholds == before
 
 
-def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch, known_rates):
+def test_prune_directory_checks_disk_space_first(tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(OutputError, match="MB left"):
@@ -270,7 +270,7 @@ def test_run_of_a_store_checks_the_room_before_any_work(tmp_path, monkeypatch, s
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch, known_rates):
+def test_prune_directory_counts_the_rest_of_a_checkpoint(tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     (tmp_path / "run").mkdir()
 
@@ -338,7 +338,7 @@ def test_prune_directory_writes_companions_and_completion(tmp_path):
     assert not list((tmp_path / "out").glob("tmp*"))
 
 
-def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypatch, known_rates):
+def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
     options = ["--low-memory", "--data", str(text), "--samples", "8", "--seq-len", "32", "--solver", "sparsegpt"]

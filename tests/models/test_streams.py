@@ -155,7 +155,7 @@ def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
     assert all(torch.equal(value, collected[name]) for name, value in lazily.items())
 
 
-def test_plan_names_the_place_of_streams(tmp_path, known_rates):
+def test_plan_names_the_place_of_streams(tmp_path):
     families.saved("llama", tmp_path / "model")
     data = families.language_batches()
     plans = {}

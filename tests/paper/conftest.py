@@ -7,12 +7,6 @@ import iobs
 from iobs.paper import llama, table_cbs, table_llm, table_vit
 
 
-@pytest.fixture(autouse=True)
-def given_speed(monkeypatch):
-    """The runs do not measure the speed of the machine, which took most of their time."""
-    monkeypatch.setattr("iobs.pruning.cost.speeds.least_seconds", lambda _: 0.1)
-
-
 @pytest.fixture
 def seeds(monkeypatch):
     """Replace the runs of all tables: each returns two rounds of invented scores and appends its seed to this list."""

@@ -2,15 +2,7 @@ import pytest
 import torch
 from simulated_gpu import SimulatedGpu
 
-from iobs.pruning.cost import speeds
 from iobs.pruning.widths import clock
-
-
-@pytest.fixture(autouse=True)
-def speeds_of_small_products(monkeypatch):
-    """Measure the speed of the machine by few entries: a run with gradient steps measures it, for half a second."""
-    for name in ("_SIDE", "_ENTRIES", "_COPIED"):
-        monkeypatch.setattr(speeds, name, 32)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from iobs.evaluate.scores import accuracy, perplexity
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fitting, network_fit
 from iobs.pruning.reconstruction.network_steps import StepCheckpoint
@@ -25,13 +24,6 @@ from iobs.solvers.families import GRID_SOLVERS
 PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.5, per="row"), iobs.NM(2, 4)]
 READS_PER_LAYER = 40  # each waits for the GPU; 36 were counted
 COMPARED = 1e-6  # float64 sums in another order
-
-
-@pytest.fixture(autouse=True)
-def quick_rates(monkeypatch):
-    """Measure the rates of the plan by small products: bfloat16 takes minutes on a CPU without instructions for it."""
-    for name in ("_SIDE", "_ENTRIES", "_COPIED"):
-        monkeypatch.setattr(speeds, name, 32)
 
 
 def problem(rows, columns):

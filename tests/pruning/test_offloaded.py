@@ -23,7 +23,6 @@ from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.blockwise.spill import Storage
-from iobs.pruning.cost import speeds
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.store import Store
 
@@ -47,12 +46,6 @@ CHOICES = {
     "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | SAME),
     "pictures": ("vit", "one-shot", QUICK),
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_rates(monkeypatch):
-    """Measure the rates of the plan by small products."""
-    monkeypatch.setattr(speeds, "_SIDE", 32)
 
 
 def made(name):

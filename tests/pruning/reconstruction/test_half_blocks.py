@@ -16,7 +16,6 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, Stream, running_along_is_exact
 from iobs.pruning.calibration.residency import InMemory
-from iobs.pruning.cost import speeds
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit
@@ -114,7 +113,6 @@ def test_half_blocks_from_files_end_in_the_bits_of_a_run_in_memory(tmp_path, mon
 
 
 def test_half_blocks_take_less_memory_than_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(speeds, "_SIDE", 32)  # the plan measures the speed of products
     saved("llama", tmp_path / "model")
     peaks = []
     for halves in (False, True):
