@@ -32,7 +32,7 @@ STARTED = time.monotonic()
 
 
 @dataclass
-class Tally:
+class TestRun:
     """Outcomes of one run of pytest, as tests/tally.py wrote them."""
 
     collected: int = 0
@@ -44,7 +44,7 @@ class Tally:
         return self.outcomes.total()
 
     @classmethod
-    def read(cls, file: Path) -> Tally:
+    def read(cls, file: Path) -> TestRun:
         """Read the file, of which the last line is cut off where pytest was killed."""
         tally = cls()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
@@ -60,8 +60,8 @@ class Tally:
                     tally.skips[record["reason"]] += 1
         return tally
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.collected + other.collected, self.outcomes + other.outcomes, self.skips + other.skips)
+    def __add__(self, other: TestRun) -> TestRun:
+        return TestRun(self.collected + other.collected, self.outcomes + other.outcomes, self.skips + other.skips)
 
 
 def seconds_left(minutes: float) -> float:
@@ -81,14 +81,14 @@ def run(command: list[str], seconds: float) -> int | None:
         return None
 
 
-def run_tests(target: str, limit: float, grace: float, *options: str) -> tuple[int | None, Tally]:
+def run_tests(target: str, limit: float, grace: float, *options: str) -> tuple[int | None, TestRun]:
     """Run a make target that calls pytest; tests that do not start before `limit` minutes are left out and counted."""
     file = TALLIES / f"{target}.jsonl"
     file.unlink(missing_ok=True)
     left = seconds_left(limit)
     arguments = [f"--minutes={left / 60:.2f}", f"--tally={file}", *options]
     code = run(["make", target, f"PYTEST_OPTIONS={' '.join(arguments)}"], left + grace)
-    return code, Tally.read(file)
+    return code, TestRun.read(file)
 
 
 def commits() -> int:
@@ -102,7 +102,7 @@ def main() -> int:
     TALLIES.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     cut: list[str] = []  # steps for which the time did not suffice
-    total = gate = Tally()
+    total = gate = TestRun()
 
     for target in ("lint", "test", "package", "docs", "test-vision"):
         if target.startswith("test"):
@@ -121,7 +121,7 @@ def main() -> int:
         elif code != 0:
             failed.append(target)
 
-    long = Tally()
+    long = TestRun()
     if not failed and not cut:
         code, long = run_tests("test-long", min(LONG_SET_ENDS, MINUTES), LONG_SET_GRACE, f"--rotate={commits()}")
         total += long

@@ -82,13 +82,18 @@ def test_processes_have_one_thread_that_sleeps_while_it_waits():
     assert shown.split() == ["1", "PASSIVE"]
 
 
+def load_ci(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ci", ROOT / "scripts" / "ci.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ci", module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def ci(tmp_path, monkeypatch):
     """The script, with commands that end at once: `codes` says how by target, None if their time is over."""
-    spec = importlib.util.spec_from_file_location("ci", ROOT / "scripts" / "ci.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "ci", module)
-    spec.loader.exec_module(module)
+    module = load_ci(monkeypatch)
     module.codes, module.ran, module.outcomes = {}, [], {"test": "pps", "test-long": "pp", "test-vision": "p"}
 
     def run(command, seconds):
@@ -149,10 +154,7 @@ def test_gate_of_which_a_test_did_not_run_makes_the_run_incomplete(ci, capsys):
     assert last_lines(capsys, 2)[0].startswith("incomplete: 2 of 3 tests ran")
 
 
-def test_command_is_ended_with_its_children_when_its_time_is_over():
-    spec = importlib.util.spec_from_file_location("ci_alone", ROOT / "scripts" / "ci.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ci_alone"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+def test_command_is_ended_with_its_children_when_its_time_is_over(monkeypatch):
+    module = load_ci(monkeypatch)
     assert module.run([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
     assert module.run(["sleep", "600"], 0.1) is None

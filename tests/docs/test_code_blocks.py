@@ -11,6 +11,7 @@ from code_blocks import PAGES, ROOT, TUTORIALS, blocks_of, commands_of, name_of
 
 LANGUAGES = {"python", "console", "text", "yaml", ""}
 BLOCKS = [block for page in PAGES for block in blocks_of(page.read_text(encoding="utf8"), name_of(page))]
+RUN = [block for block in BLOCKS if block.language == "python" and block.reason is None]
 # Blocks whose X is a tensor: the inputs of a layer.
 OF_A_LAYER = re.compile(r"\bW\b|X\.T @ X|solve\(problem")
 # Blocks of code that need a chain of decoder blocks, or leave the first of several dense.
@@ -31,12 +32,14 @@ def known(block):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] * (name_of(page) in SLOW)) for page in PAGES],
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] * (name_of(page) in SLOW))
+        for page in PAGES
+        if name_of(page) in {block.page for block in RUN}
+    ],
 )
 def test_python_blocks_of_a_page_run_in_order(page, request, names, layer_names, files, tmp_path, monkeypatch, capsys):
-    blocks = [b for b in BLOCKS if b.page == name_of(page) and b.language == "python" and b.reason is None]
-    if not blocks:
-        pytest.skip("the page has no python block to run")
+    blocks = [block for block in RUN if block.page == name_of(page)]
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     space = dict(request.getfixturevalue("pruned_names") if page.name in OF_A_PRUNED_MODEL else names)

@@ -11,6 +11,7 @@ from golden_results import Result, Stored, machine, tolerance
 
 CASES = cases()
 STORED = Stored.read()
+HERE = STORED.here()
 # All recipes on the other networks of the menagerie take five minutes: they are part of the long set.
 GATE = ("main", "solve", "minimize", "path", "packed", "low memory", "prune / perceptron")
 LONG_SET = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if not name.startswith(GATE)]
@@ -19,8 +20,8 @@ LONG_SET = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if not 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name.startswith(GATE)), *LONG_SET])
 def test_result_is_as_stored(name, record_property):
     result, expected = Result.of(CASES[name]), STORED.results[name]
-    if name in STORED.here():
-        assert result.hash == STORED.here()[name]
+    if name in HERE:
+        assert result.hash == HERE[name]
     else:
         place = ", ".join(machine().values())
         record_property(
