@@ -1,4 +1,4 @@
-"""benchmarks/RESULTS.md is what assemble.py writes from the committed rows, and each row says where it comes from."""
+"""The pages of results are what assemble.py writes from the committed rows, and each row says where it comes from."""
 
 import pytest
 from checks import BENCHMARKS, benchmarks
@@ -19,11 +19,22 @@ def scripts():
         yield
 
 
-def test_results_page_is_made_from_the_rows(scripts):
+def test_pages_of_results_are_made_from_the_rows(scripts):
     import assemble
 
-    text = "run python benchmarks/assemble.py"
-    assert (BENCHMARKS / "RESULTS.md").read_text(encoding="utf8") == assemble.page(), text
+    pages = assemble.pages()
+    written = [BENCHMARKS / "RESULTS.md", *(BENCHMARKS / "results").glob("*.md")]
+    assert {file.resolve() for file in written} == {file.resolve() for file in pages}
+    for file, text in pages.items():
+        assert file.read_text(encoding="utf8") == text, "run python benchmarks/assemble.py"
+
+
+def test_site_includes_every_page_of_results(scripts):
+    import assemble
+
+    text = (BENCHMARKS.parent / "docs" / "benchmarks-all.md").read_text(encoding="utf8")
+    for file in assemble.pages():
+        assert file.name == "RESULTS.md" or f"{{include}} ../benchmarks/results/{file.name}\n" in text
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -17,8 +17,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
-    "benchmarks/results/layer_race.md": "benchmarks.md",
 }
+_TABLES = "benchmarks/results/"  # whose pages stand together on one page of the site
 _LINK = re.compile(r"\]\((?!\w+:)(?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)")
 
 
@@ -33,7 +33,10 @@ def on_site(text: str, file: str, page: str) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(file), match["path"]))
-        path = f"docs/{PAGES[path]}" if path in PAGES else path
+        if path in PAGES:
+            path = f"docs/{PAGES[path]}"
+        elif path.startswith(_TABLES) and path.endswith(".md"):
+            path = "docs/benchmarks-all.md"
         return f"]({posixpath.relpath(path, posixpath.dirname(page))}{match['anchor'] or ''})"
 
     return _LINK.sub(replaced, text)

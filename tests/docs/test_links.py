@@ -40,6 +40,7 @@ def test_links_lead_to_files_and_headings(page):
         ("](../../README.md)", "docs/howto/errors.md", "docs/howto/errors.md", "](../index.md)"),
         ("](../examples/lora.py)", "docs/own-models.md", "docs/own-models.md", "](../examples/lora.py)"),
         ("](docs/pruning.md#counts)", "README.md", "docs/results.md", "](pruning.md#counts)"),
+        ("](results/grid.md)", "benchmarks/RESULTS.md", "docs/benchmarks.md", "](benchmarks-all.md)"),
         ("](results/race.png)", "benchmarks/RESULTS.md", "docs/benchmarks.md", "](../benchmarks/results/race.png)"),
         ("](https://host.example/a.md)", "README.md", "docs/results.md", "](https://host.example/a.md)"),
     ],
