@@ -21,7 +21,6 @@ METHODS = {
     "dense": ["dense"],
     "CHITA: 1 stage, 15 stages": ["CHITA", "CHITA, 15 stages"],
     "`fast`": ["fast"],
-    "`best` without blocks": ["best without blocks"],
     "`best`": ["best"],
 }
 
@@ -87,20 +86,13 @@ def test_links_of_the_readme_lead_to_files():
 
 
 GRID = {
-    ("mlpnet", "ours (ADMM)", "+ allocation"): "ours 83.3",
-    ("mlpnet", "ALPS-like ADMM", "+ allocation"): "ALPS-like ADMM 81.4",
-    ("mlpnet", "Wanda", "+ allocation"): "Wanda 40.8",
-    ("mlpnet", "SparseGPT", "+ allocation"): "SparseGPT 38.9",
-    ("mlpnet", "magnitude", "+ allocation"): "magnitude 36.6",
     ("mlpnet", "ALPS-like ADMM", "best"): "ALPS-like ADMM 90.4",
     ("mlpnet", "ours (ADMM)", "best"): "ours 90.2",
     ("mlpnet", "magnitude", "best"): "magnitude 88.7",
     ("mlpnet", "SparseGPT", "best"): "SparseGPT 87.6",
-    ("mlpnet", "Wanda", "best"): "Wanda 85.7",
     ("resnet20", "ours (ADMM)", "+ blocks"): "ours 90.0",
     ("resnet20", "ALPS-like ADMM", "+ blocks"): "ALPS-like ADMM 89.5",
     ("resnet20", "SparseGPT", "+ blocks"): "SparseGPT 88.5",
-    ("resnet20", "Wanda", "+ blocks"): "Wanda 87.6",
     ("resnet20", "magnitude", "+ blocks"): "magnitude 86.4",
     ("resnet20", "global magnitude", "one shot"): "from 52.8",
     ("resnet20", "global magnitude", "one shot, batch norm on altered images"): "to 79.1",
@@ -120,9 +112,3 @@ def test_readme_quotes_the_grid_of_solvers_and_recipes():
     for key, quoted in GRID.items():
         assert quoted in text
         assert abs(float(quoted.split()[-1]) - found[key]) <= 0.051, key
-    uniform = [
-        score
-        for (network, solver, recipe), score in found.items()
-        if (network, recipe) == ("mlpnet", "one shot") and solver not in ("CHITA", "global magnitude")
-    ]
-    assert max(uniform) < 23
