@@ -72,7 +72,10 @@ SECTIONS = (
         "what the solver and each part of the recipe are worth",
         (
             ("ResNet-20, CIFAR-10, 80% zeros", "Solver and recipe: ResNet-20, 80 % zeros (accuracy, dense 91.70)"),
-            ("Llama of 260 thousand parameters, stories, 50% zeros", "Solver and recipe: a Llama of 260 thousand weights, 50 % zeros (perplexity, dense 4.64)"),
+            (
+                "Llama of 260 thousand parameters, stories, 50%",
+                "Solver and recipe: a Llama, 50 % zeros (perplexity, dense 4.64)",
+            ),
         ),
     ),
     Section("networks", networks_report.tables, "accuracy against sparsity, ours and peers, on five networks"),
@@ -86,9 +89,7 @@ SECTIONS = (
         "layer_race",
         layer_report.tables,
         "error and time of a single layer, beside SparseGPT, ALPS and OBC",
-        (
-            ("Geometric means over all cells", "One layer: error and time, geometric means over the cells of both"),
-        ),
+        (("Geometric means over all cells", "One layer: error and time, geometric means over the cells of both"),),
     ),
     Section("layer_shapes", layer_shapes.tables, "time and memory of large layers"),
     Section("structured_layers", structured_layers.tables, "whole channels, neurons and heads of a single layer"),
@@ -96,9 +97,7 @@ SECTIONS = (
         "structured_networks",
         structured_networks.tables,
         "whole networks with fewer channels, neurons and heads",
-        (
-            ("**ResNet-20** (accuracy)", "Fewer units: ResNet-20 (accuracy, dense 91.70)"),
-        ),
+        (("**ResNet-20** (accuracy)", "Fewer units: ResNet-20 (accuracy, dense 91.70)"),),
     ),
     Section("structured_speed", structured_speed.tables, "time of narrower networks in torch and ONNX Runtime"),
     Section("structured_families", structured_families.tables, "units of networks of every family"),
@@ -117,9 +116,7 @@ SECTIONS = (
         "running",
         running.tables,
         "speed of pruned networks on a CPU, beside torch",
-        (
-            ("Text of a Llama of 522 million parameters", "Speed: text of a Llama of 522 million weights, AVX-512, one thread"),
-        ),
+        (("Text of a Llama of 522 million parameters", "Speed: text of a Llama of 522 million weights, one thread"),),
     ),
     Section("peers", peers.tables, "tokens/s and memory against torch and the peers, with the loss of accuracy"),
     Section("breadth", breadth.tables, "tiny networks of every family: coverage and exactness"),
@@ -129,7 +126,7 @@ SECTIONS = (
         recovery_report.tables,
         "sparse regression beside abess, skscope and others",
         (
-            ("n 200, d 500, no noise", "Sparse regression without noise (exact support / loss no worse than the true one's / median time)"),
+            ("n 200, d 500, no noise", "Sparse regression without noise (exact support / loss reached / time)"),
             ("With noise", "Sparse regression with noise (the same)"),
         ),
     ),
@@ -141,17 +138,15 @@ SECTIONS = (
         "scale",
         scale_report.tables,
         "models that do not fit into memory, kills, several processes",
-        (
-            ("Block by block from files to files", "Block by block from files to files"),
-        ),
+        (("Block by block from files to files", "Block by block from files to files"),),
     ),
 )
 
 INTRODUCTION = """# Results
 
-The tables that matter most; every other one, and the rows that are left out here, is a page of `results/`, listed at the
-end. Each page names the command that makes its tables from rows in `benchmarks/results/*.jsonl`; each row names its
-commit, seed, processor seconds and machine. `benchmarks/assemble.py` writes all pages from the rows alone.
+The tables that matter most; every other one is on a page of `results/`, listed at the end. Each page names the command
+that makes its tables from rows in `benchmarks/results/*.jsonl`; each row names its commit, seed, processor seconds and
+machine. `benchmarks/assemble.py` writes all pages from the rows alone.
 
     make benchmarks-quick    # a part of every table, in under 30 minutes on two quiet cores
     make benchmarks          # everything; hours. Done rows are skipped, so it can be stopped and continued
