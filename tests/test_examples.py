@@ -27,7 +27,12 @@ def test_every_example_is_run_here():
     assert {file.name for file in EXAMPLES.glob("*.py")} == {*SMALL, *ELSEWHERE}
 
 
-@pytest.mark.parametrize("name", SMALL)
+DEAR = {"lora.py", "accelerate_loop.py"}  # huggingface_trainer.py trains with the same libraries
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in SMALL]
+)
 def test_example_runs(name, tmp_path, monkeypatch):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -36,6 +36,7 @@ def test_policy_reaches_the_openmp_of_torch_and_needs_no_other_thread():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_idle_team_stands_in_where_torch_was_loaded_first():
     one, two = (f"torch.set_num_threads({count}); {PRUNE}; {PRUNE}; {NAMES}" for count in (1, 2))
     done = run(f"import torch, iobs; {one}; {two}")

@@ -39,7 +39,7 @@ def test_prune_then_evaluate_and_inspect_a_language_model(run, tmp_path, embedde
     assert len(json.loads(run("inspect", out, "--json").stdout)["layers"]) == 29
 
 
-def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path, real_figures):
+def test_prune_runs_rounds_on_a_network_of_the_user(run, classifier, tmp_path):
     out = tmp_path / "out"
     shown = run(
         "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches",
@@ -109,7 +109,7 @@ def test_prune_options_override_steps_of_a_recipe(run, classifier, tmp_path):
 def test_prune_options_reach_the_settings(run, classifier, tmp_path):
     out = tmp_path / "out"
     run(
-        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "best", "--rounds", 3,
+        "prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "best", "--rounds", 2,
         "--set", "rounds.finetune.optimizer=adam", "--set", "rounds.finetune.lr=0.02", "--set", "finetune.steps=5",
         "--set", "finetune.most_steps=null", "--set", "refine=swap", "--set", "solver.budget=fast",
         "--set", "damping=0.02", "--set", "holdout=0.2", "--set", "batch_norm=update", "--set", "depthwise=true",
@@ -126,7 +126,7 @@ def test_prune_options_reach_the_settings(run, classifier, tmp_path):
 
 
 @pytest.mark.usefixtures("small_embedded")
-@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
+@pytest.mark.parametrize("pattern", ["2:4", pytest.param("4:8", marks=pytest.mark.slow)])
 def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
     out = tmp_path / "out"
     run("prune", "-o", out, "--pattern", pattern, "--solver", "magnitude", *FEW_STEPS, *QUICK)
@@ -138,7 +138,7 @@ def test_prune_to_a_pattern_passes_inspect(run, tmp_path, pattern):
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        (("--bits", "4"), "int4"),
+        pytest.param(("--bits", "4"), "int4", marks=pytest.mark.slow),
         (("--bits", "3", "--pattern", "2:4"), "2:4+int3"),
         pytest.param(("--sparsity", "50%+int4"), None, marks=pytest.mark.slow),
     ],

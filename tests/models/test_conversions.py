@@ -29,7 +29,7 @@ def streamed(folder, data, dtype=torch.bfloat16, **options):
     [
         ("mixtral", None),
         ("qwen3_moe", None),
-        ("mixtral", BlockFit(masks=2, steps=4, between=2, lr=1e-2, network_steps=3, network_lr=1e-3)),
+        ("mixtral", BlockFit(masks=2, steps=2, between=1, lr=1e-2, network_steps=2, network_lr=1e-3)),
     ],
 )
 def test_streamed_mixture_equals_pruning_in_memory_with_the_tensors_of_its_files(name, blocks, tmp_path):

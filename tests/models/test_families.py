@@ -26,16 +26,21 @@ def outputs(model, batch):
         return logits(forward(model, batch))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "pattern"),
-    [
-        pytest.param(torch.float32, iobs.Unstructured(0.5), id="float32-unstructured"),
-        pytest.param(torch.bfloat16, iobs.NM(2, 4), id="bfloat16-2:4"),
-        pytest.param(torch.bfloat16, iobs.Unstructured(0.5), id="bfloat16-unstructured", marks=pytest.mark.slow),
-        pytest.param(torch.float32, iobs.NM(2, 4), id="float32-2:4", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", MODELS)
+CHOICES = {
+    "float32-unstructured": (torch.float32, iobs.Unstructured(0.5)),
+    "bfloat16-2:4": (torch.bfloat16, iobs.NM(2, 4)),
+    "bfloat16-unstructured": (torch.bfloat16, iobs.Unstructured(0.5)),
+    "float32-2:4": (torch.float32, iobs.NM(2, 4)),
+}
+# Each family once in the gate, by turns with the first two choices; all of them in the long set.
+EVERY = [
+    pytest.param(name, *choice, id=f"{name}-{label}", marks=() if number == family % 2 else pytest.mark.slow)
+    for family, name in enumerate(MODELS)
+    for number, (label, choice) in enumerate(CHOICES.items())
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "pattern"), EVERY)
 def test_prune_covers_every_family(name, dtype, pattern, tmp_path):
     model, data = build(name, dtype)
     report = iobs.prune(model, data, pattern, "one-shot", solver="sparsegpt")
@@ -113,7 +118,9 @@ def test_expert_with_fewer_than_16_tokens_has_no_hessian(tokens, by_size):
     assert (found.rule == f"pruned by magnitude: {tokens} tokens were routed to it") is by_size
 
 
-@pytest.mark.parametrize("pattern", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [iobs.Unstructured(0.5), pytest.param(iobs.NM(2, 4), marks=pytest.mark.slow)], ids=str
+)
 def test_expert_without_tokens_is_pruned_by_magnitude(pattern):
     model, data = build("mixtral")
     with torch.no_grad():

@@ -58,9 +58,9 @@ NETWORK_STEPS = BlockFit(**FITTED, network_steps=3, network_lr=1e-3)
     ("name", "options"),
     [
         ("llama", {"target": "residual"}),
-        ("gpt2", {"target": "residual"}),
+        pytest.param("gpt2", {"target": "residual"}, marks=pytest.mark.slow),
         ("gpt2", {"target": "dense", "bias": "refit"}),
-        ("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}),
+        pytest.param("llama", {"target": "residual", "blocks": BlockFit(**FITTED)}, marks=pytest.mark.slow),
         ("gpt2", {"target": "residual", "blocks": BlockFit(**FITTED, window=1, last="mse")}),
         ("llama", {"target": "residual", "blocks": NETWORK_STEPS}),
         # Their blocks return a tuple: the loss reads every sample of a step.
@@ -124,6 +124,7 @@ def test_prune_directory_computes_in_a_given_dtype(tmp_path):
         assert ours.error_calibration == pytest.approx(theirs.error_calibration, rel=0.15)
 
 
+@pytest.mark.slow
 def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     families.saved("llama", tmp_path / "model")
     data, best = families.language_batches(count=3), iobs.Recipe.preset("best")
@@ -138,6 +139,7 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 def test_fast_from_files_is_judged_by_held_out_samples_as_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data, fast = families.language_batches(count=6), iobs.Recipe.preset("fast")

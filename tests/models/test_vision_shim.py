@@ -44,6 +44,7 @@ def test_missing_torchvision_is_absent(monkeypatch):
     assert ensure_torchvision() == "absent"
 
 
+@pytest.mark.slow
 def test_missing_operators_are_declared(install):
     found = subprocess.run(
         [sys.executable, "-c", REPAIRED, str(install(MISSING_OPERATOR))], capture_output=True, text=True, check=False

@@ -84,7 +84,10 @@ def test_cut_takes_the_least_threshold_within_the_limit():
     assert knockoffs.cut(statistics, 0.1) == (np.inf, pytest.approx(np.nan, nan_ok=True))
 
 
-@pytest.mark.parametrize(("kind", "n", "d"), [("fixed", 150, 40), ("gaussian", 150, 40), ("gaussian", 120, 160)])
+@pytest.mark.parametrize(
+    ("kind", "n", "d"),
+    [("fixed", 150, 40), ("gaussian", 150, 40), pytest.param("gaussian", 120, 160, marks=pytest.mark.slow)],
+)
 def test_share_of_false_features_keeps_the_limit_over_many_data_sets(kind, n, d):
     shares, found = [], []
     for seed in range(40):

@@ -219,6 +219,7 @@ def test_mmlu_of_a_small_model_is_at_chance(shared_data):
     assert abs(table["average"] - 0.25) < 4 * math.sqrt(0.25 * 0.75 / count)
 
 
+@pytest.mark.slow
 def test_mmlu_command_prints_every_subject(shared_data):
     command = ["evaluate", str(shared_data / "llama_stories260K"), "--limit", "1", "--shots", "1"]
     result = CliRunner().invoke(app, [*command, "--questions", str(shared_data / "mmlu" / "mmlu.jsonl.gz"), "--json"])

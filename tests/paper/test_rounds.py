@@ -78,6 +78,7 @@ def test_iterate_resumes_to_the_same_scores(tmp_path, optimizer):
         rounds(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_table_resumes_and_removes_its_checkpoint(tmp_path, monkeypatch):
     import iobs.paper.vision as vision
 

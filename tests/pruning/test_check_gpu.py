@@ -84,6 +84,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(check_results, "SOLVERS", {"magnitude": SOLVERS["magnitude"]})
 
 
+@pytest.mark.slow
 def test_whole_check_runs_and_predicts_every_recipe(tiny, monkeypatch, tmp_path):
     cases = [one for one in check_results.network_cases() if one.name in FEW]
     monkeypatch.setattr(check_results, "network_cases", lambda: cases)
@@ -104,6 +105,7 @@ def test_every_comparison_of_networks_passes_on_the_cpu(tiny):
     assert [one.name for one in found if not one.passed] == []
 
 
+@pytest.mark.slow
 def test_error_of_a_kernel_is_a_failed_check_and_the_rest_is_written(tiny, monkeypatch, tmp_path):
     def broken(*_):
         raise RuntimeError("no kernel image\nis available")

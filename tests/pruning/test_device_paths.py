@@ -71,7 +71,13 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] if name == "blocks" else [])
+        for name, options in STREAMED.items()
+    ],
+)
 def test_prune_from_files_on_a_gpu_gives_the_weights_of_the_cpu(gpu, tmp_path, options):
     families.saved("llama", tmp_path / "model")
     recipe, found = iobs.Recipe.preset("one-shot").but(solver="sparsegpt", **options), []
@@ -117,7 +123,8 @@ class StopsInNetworkSteps(iobs.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("streams", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["memory", "disk"])
 def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_path, streams, monkeypatch):
     families.saved("llama", tmp_path / "model")
     fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=2, network_lr=1e-4)
@@ -136,6 +143,7 @@ def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_p
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+@pytest.mark.slow
 def test_float16_from_files_on_a_gpu_takes_its_steps_in_float16(gpu, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model", torch.float16)
     fit = BlockFit(masks=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)

@@ -16,7 +16,10 @@ from iobs.pruning.recipe import PRESETS, Allocation, BlockFit
 from iobs.pruning.runtime import memory
 
 BEST = PRESETS["best"]
-SHORT = BEST.but(finetune=replace(BEST.finetune, steps=60, most_steps=None))
+SHORT = BEST.but(
+    blocks=BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4),
+    finetune=replace(BEST.finetune, steps=60, most_steps=None),
+)
 
 
 @pytest.mark.parametrize("recipe", [*({**PRESETS, "best": SHORT}).values()], ids=PRESETS)
@@ -41,6 +44,7 @@ def test_best_recipe_notes_its_decisions():
     assert "no search" in story
 
 
+@pytest.mark.slow
 def test_best_recipe_searches_rates_if_samples_suffice():
     model, data = three_layers()
     more = torch.randn(480, 16, generator=torch.Generator().manual_seed(2)).split(40)
@@ -223,6 +227,7 @@ def test_dense_loss_is_not_measured_on_mixed_samples():
     assert report.dense_loss < 0.05
 
 
+@pytest.mark.slow
 def test_fresh_data_uses_every_sample_in_a_single_round():
     model, data = three_layers()
     report = iobs.prune(
@@ -253,6 +258,7 @@ def test_finetune_of_another_type_is_refused():
             make()
 
 
+@pytest.mark.slow
 def test_best_recipe_uses_cubic_schedule_if_damage_is_large(monkeypatch):
     monkeypatch.setattr(sparsities, "_DAMAGE", 0.0)
     model, data = three_layers()

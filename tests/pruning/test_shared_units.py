@@ -154,7 +154,7 @@ def test_joint_choice_is_better_for_both_heads_than_that_of_one():
     assert float(ours.square().sum()) < 0.8 * float(left.square().sum())
 
 
-@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+@pytest.mark.parametrize("recipe", ["one-shot", pytest.param("fast", marks=pytest.mark.slow)])
 def test_u_net_becomes_narrower(recipe):
     model = trained(UNet, pictures())
     report = iobs.prune(model, pictures(), iobs.Structured(0.4), recipe)
@@ -218,7 +218,7 @@ def residual():
     return nn.Sequential(block(3, 12), Residual(12, 10), Residual(12, 14), head)
 
 
-@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+@pytest.mark.parametrize("recipe", ["one-shot", pytest.param("fast", marks=pytest.mark.slow)])
 def test_stream_of_a_residual_network_becomes_narrower(recipe):
     """Two blocks and a classifier read the channels that the stem and both blocks write."""
     dense = trained(residual, pictures())

@@ -60,7 +60,7 @@ def test_page_shows_layer_errors_of_the_projection():
 
 @pytest.mark.parametrize("layers", [3, 60])
 def test_page_shows_where_the_zeros_went_unless_all_layers_are_alike(layers):
-    made = make_report(layers)
+    made = make_report(layers, rounds=1)
     assert "Every pruned layer has 50.0 % zeros." in report.render_page(made)
     for number, row in enumerate(made.audit):
         row.name, row.zeros = f"blocks.{number}.{'abc'[number % 3]}", 12 + 12 * (number % 3)
@@ -150,7 +150,7 @@ def test_absolute_paths_are_shortened_to_names(text, shown):
     ],
 )
 def test_page_says_if_heldout_samples_were_augmented(steps):
-    made = make_report()
+    made = make_report(1)
     made.settings["decided"] = steps
     altered = "held-out samples (altered like those of the gradient steps)"
     expected = steps["rounds"]["finetune"]["augment"] is not None

@@ -31,9 +31,9 @@ def trained(model, before):
         {"gradient_accumulation_steps": 3},
         {"bf16": True},
         {"optim": "adafactor"},
-        {"optim": "sgd", "optim_args": "momentum=0.9"},
-        {"gradient_checkpointing": True},
-        {"torch_compile": False, "max_grad_norm": 1e-3},
+        pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"torch_compile": False, "max_grad_norm": 1e-3}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(options) or "plain",
 )

@@ -104,6 +104,7 @@ def test_layers_without_kin_are_measured(monkeypatch):
     assert len(names) == 2 * MEASURED_BLOCKS + 4
 
 
+@pytest.mark.slow
 def test_counts_are_nearly_those_of_a_model_that_is_measured_whole(monkeypatch):
     """Blocks of equal weights differ only by their inputs, which change little from block to block."""
     torch.manual_seed(0)

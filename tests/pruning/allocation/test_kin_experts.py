@@ -108,7 +108,7 @@ def test_experts_are_likened_by_their_loads():
     assert among([*known, Expert(1.0, measured(0.3, 0.0))], 5.0, 4) == below
 
 
-@pytest.mark.parametrize(("blocks", "experts"), [(2, 8), (7, 7), (7, 2)])
+@pytest.mark.parametrize(("blocks", "experts"), [(2, 8), pytest.param(7, 7, marks=pytest.mark.slow), (7, 2)])
 def test_few_experts_of_a_stack_are_measured_as_the_plan_says(blocks, experts, names):
     model = mixture(blocks, experts)
     report = pruned(model)
@@ -120,6 +120,7 @@ def test_few_experts_of_a_stack_are_measured_as_the_plan_says(blocks, experts, n
     assert len(report.allocation) == len(layers) == blocks * experts
 
 
+@pytest.mark.slow
 def test_counts_are_nearly_those_of_a_mixture_that_is_measured_whole(monkeypatch, names):
     """Experts of equal weights differ by their tokens and their inputs."""
     model = mixture(2, 10)
@@ -174,6 +175,7 @@ def test_resumed_run_ends_in_the_same_bits(monkeypatch, tmp_path):
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_streamed_mixture_is_divided_as_in_memory(tmp_path, names):
     torch.manual_seed(0)
     sizes = {"head_dim": 8, "num_experts": 8, "moe_intermediate_size": 12}

@@ -102,7 +102,7 @@ def pruned(reads, monkeypatch=None, recipe="fast", **settings):
     return seen / 60, model.state_dict()
 
 
-@pytest.mark.parametrize("target", ["layer", "residual"])
+@pytest.mark.parametrize("target", ["layer", pytest.param("residual", marks=pytest.mark.slow)])
 def test_attention_that_is_a_function_runs_once(target, monkeypatch):
     settings = {"target": target, "allocation": "block", "blocks": None}
     fewer, found = pruned("", **settings)

@@ -109,7 +109,13 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[] if name == "paper" else [pytest.mark.slow])
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_prune_covers_a_whole_transformer_encoder(recipe: iobs.Recipe) -> None:
     torch.manual_seed(0)
     model = Encoder()

@@ -36,7 +36,8 @@ def llama():
 @pytest.mark.parametrize(
     ("pattern", "shot", "fit"),
     [
-        (Grid(3, 8), SHOT, replace(LONG, network_lr=8e-4)),  # without zeros a short fit gains nothing
+        # without zeros a short fit gains nothing
+        pytest.param(Grid(3, 8), SHOT, replace(LONG, network_lr=8e-4), marks=pytest.mark.slow),
         (SPARSE, SHOT, FIT),
         pytest.param(Grid(3, 8), Recipe(target="residual"), LONG, marks=pytest.mark.slow),
         pytest.param(NM(2, 4) & Grid(4, 8), Recipe(target="residual"), LONG, marks=pytest.mark.slow),
@@ -90,6 +91,7 @@ def test_reconstruction_from_files_stores_grid_values(tmp_path):
     audit(tmp_path / "out", SPARSE, [row.name for row in report.audit])
 
 
+@pytest.mark.slow
 def test_budget_is_kept_by_reconstruction():
     model, data = llama()
     recipe = SHOT.but(solver="magnitude", blocks=SHORT, allocation="kl")

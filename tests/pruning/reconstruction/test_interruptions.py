@@ -83,7 +83,8 @@ def test_resident_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), undisturbed.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("rate", ["auto", 100.0])  # the steps of a rate of 100 are all left out
+# The steps of a rate of 100 are all left out.
+@pytest.mark.parametrize("rate", [pytest.param("auto", marks=pytest.mark.slow), 100.0])
 def test_run_that_is_killed_repeatedly_has_the_notes_of_an_undisturbed_one(puts, tmp_path, rate):
     model, data = transformer()
     options = {**OPTIONS, "blocks": replace(FIT, lr=rate, network_lr=rate), "include": INCLUDE}
@@ -140,7 +141,8 @@ def test_streamed_run_that_is_killed_repeatedly_ends_in_the_same_bits(puts, tmp_
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("halves", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("halves", [False, True])
 def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(puts, tmp_path, halves):
     """Kills in every phase: the allocation, the trials of rates, the solves of layers, the fits of windows."""
     families.saved("llama", tmp_path / "model")

@@ -84,6 +84,7 @@ def measured():
     return *map(int, ends.split()), int(gaps)
 
 
+@pytest.mark.slow
 def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error(measured) -> None:
     with reusing_memory():  # which sets the threshold back
         if not ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 30):
@@ -93,6 +94,7 @@ def test_reusing_memory_returns_freed_memory_at_the_end_and_on_an_error(measured
     assert max(after, outside) < 4
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_where_both_are_asked_for(measured):
     """Reuse would put the later tensors into gaps of the heap, and keep their pages."""
     assert measured[-1] < 4

@@ -162,7 +162,13 @@ MEASUREMENTS = {
 }
 
 
-@pytest.mark.parametrize(("planner", "method", "pattern", "options", "calls"), MEASUREMENTS.values(), ids=MEASUREMENTS)
+@pytest.mark.parametrize(
+    ("planner", "method", "pattern", "options", "calls"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if "bits" in name else [])
+        for name, case in MEASUREMENTS.items()
+    ],
+)
 def test_stopped_run_measures_nothing_twice(planner, method, pattern, options, calls, tmp_path, monkeypatch):
     """Only what was measured at the moment of the stop is measured again."""
     measure, done = getattr(planner, method), []

@@ -155,7 +155,7 @@ def graph(seed, nodes):
     }
 
 
-@pytest.mark.parametrize("recipe", ["one-shot", "fast", "best"])
+@pytest.mark.parametrize("recipe", ["one-shot", "fast", pytest.param("best", marks=pytest.mark.slow)])
 def test_batches_that_cannot_be_split_count_as_one_sample(recipe):
     torch.manual_seed(0)
     data = [graph(seed, 5 + seed % 2) for seed in range(6)]
