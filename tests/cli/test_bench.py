@@ -16,8 +16,7 @@ from iobs.cli.benching import Repetition, Timing, Workload, fastest_threads, rep
 from iobs.errors import ModelError
 from iobs.inference import StoredLinear, cpu
 from iobs.inference.decoder import Decoder
-from iobs.inference.held import bytes_held
-from iobs.inference.storing import replace_layers, stored_matrices
+from iobs.inference.storing import bytes_held, replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.packed import open_packed
 from iobs.pruning.runtime import memory

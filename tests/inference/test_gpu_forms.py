@@ -20,9 +20,8 @@ from torch.sparse import _semi_structured_conversions as layout
 import iobs
 from iobs.errors import ModelError, ProblemError
 from iobs.inference import choices, gpu, offsets
-from iobs.inference.column_offsets import packed, smallest
 from iobs.inference.gpu import is_two_four, no_two_four
-from iobs.inference.offsets import OffsetLinear
+from iobs.inference.offsets import OffsetLinear, packed, smallest
 
 AMPERE = (8, 0)
 

@@ -176,8 +176,7 @@ def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]
 
     from iobs.cli.loading import use_threads
     from iobs.inference import accelerate
-    from iobs.inference.held import bytes_held
-    from iobs.inference.storing import precision_of
+    from iobs.inference.storing import bytes_held, precision_of
     from iobs.models import load
     from iobs.models.packed import is_packed, open_packed
     from iobs.pruning.runtime.memory import give_back

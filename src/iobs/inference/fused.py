@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decodable import changed, heard_by_all, most_tokens, undecodable
+from iobs.inference.decodable import Cache, CachedLayer, Model, changed, heard_by_all, most_tokens, undecodable
 from iobs.inference.decoder import LONGEST, Decoder, Reals
-from iobs.inference.llama_like import Cache, CachedLayer, Model
 from iobs.inference.modules import StoredLinear
 
 _ROOM = 32  # least number of positions of the first memory for keys and values; the system clears every page of it

@@ -12,18 +12,29 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.inference import activations, amx
-from iobs.inference.amx import REGISTER, SIDE, STRIP
+from iobs.inference import activations
 from iobs.inference.expansions import expand_bytes, expand_codes, expand_halves
 from iobs.inference.formats import StoredMatrix
 from iobs.inference.vectors import (
+    Address,
+    Code,
+    F32x16,
+    I8x64,
+    I16x32,
+    I32x16,
     Value,
+    Vector,
+    call,
     count_bits,
+    operation,
     prefetch,
+    read,
     read_bfloat,
     read_bytes64,
     read_half,
@@ -31,8 +42,164 @@ from iobs.inference.vectors import (
     read_long,
     read_mask,
     read_real,
+    splat,
     write_real,
 )
+
+# ---- Operations of AMX, the matrix registers of newer x86 CPUs, as functions of compiled code
+# A register holds 16 rows of 64 bytes. Registers 4 and 5 hold 16 rows of weights each, registers 6 and 7 hold 16 tokens
+# each. Registers 0 to 3 are the sums of their 2 x 2 pairs. A register in memory takes 1,024 bytes, row after row.
+
+SIDE = 16  # rows of a register, and sums in a row
+REGISTER = 1024  # bytes
+STRIP = 2 * SIDE  # rows of weights, and tokens, of the four sums
+_SUMS, _WEIGHTS, _TOKENS = (0, 1, 2, 3), (4, 5), (6, 7)
+_BYTE, _LONG, _REAL = ir.IntType(8), ir.IntType(64), ir.FloatType()
+
+
+def settings() -> NDArray[np.uint8]:
+    """The 64 bytes that `configure` reads: 8 registers of 16 rows of 64 bytes."""
+    found = np.zeros(64, np.uint8)
+    found[0] = 1  # the only layout of this table
+    found.view(np.uint16)[8:16] = 64
+    found[48:56] = SIDE
+    return found
+
+
+def _run(builder: Code, name: str, values: list[Code]) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+    found = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")  # type: ignore[no-untyped-call]
+    builder.call(found, values)
+
+
+def _place(builder: Code, address: Code, offset: int = 0) -> Code:
+    return builder.inttoptr(builder.add(address, _LONG(offset)), _BYTE.as_pointer())
+
+
+def _write(builder: Code, address: Code, offset: int, value: Code, align: int = 4) -> None:
+    place = builder.inttoptr(builder.add(address, _LONG(offset)), value.type.as_pointer())
+    builder.store(value, place, align=align)
+
+
+@operation(types.void, Address)
+def configure(builder: Code, _: Code, address: Code) -> None:
+    """Set the shapes of the registers of this thread."""
+    _run(builder, "ldtilecfg", [_place(builder, address)])
+
+
+@operation(types.void)
+def release(builder: Code, _: Code) -> None:
+    """Give the registers back."""
+    _run(builder, "tilerelease", [])
+
+
+@operation(types.void)
+def clear_sums(builder: Code, _: Code) -> None:
+    """Set the four sums to zero."""
+    for number in _SUMS:
+        _run(builder, "tilezero", [_BYTE(number)])
+
+
+def _multiplier(name: str) -> Code:
+    @operation(types.void, Address, Address, Address)
+    def multiply(builder: Code, _: Code, weights: Code, first: Code, second: Code) -> None:
+        stride = _LONG(REGISTER // SIDE)
+        for number, place in zip(_TOKENS, (first, second), strict=True):
+            _run(builder, "tileloadd64", [_BYTE(number), _place(builder, place), stride])
+        for half, number in enumerate(_WEIGHTS):
+            _run(builder, "tileloadd64", [_BYTE(number), _place(builder, weights, half * REGISTER), stride])
+            for token, other in enumerate(_TOKENS):
+                _run(builder, name, [_BYTE(_SUMS[2 * half + token]), _BYTE(number), _BYTE(other)])
+
+    return multiply
+
+
+# Add to the sums: two registers of weights at an address times the registers of tokens at two addresses.
+multiply_bytes = _multiplier("tdpbsud")  # int8 weights, uint8 activations, int32 sums
+multiply_halves = _multiplier("tdpbf16ps")  # bfloat16 weights and activations, float32 sums
+
+
+def _mover(name: str) -> Code:
+    @operation(types.void, Address)
+    def move(builder: Code, _: Code, address: Code) -> None:
+        for number in _SUMS:
+            row, column = divmod(number, 2)
+            place = _place(builder, address, 4 * SIDE * (STRIP * row + column))
+            _run(builder, name, [_BYTE(number), place, _LONG(4 * STRIP)])
+
+    return move
+
+
+# Move the four sums: a matrix of 32 rows of weights and 32 tokens, 4 bytes an entry.
+read_registers, write_registers = _mover("tileloadd64"), _mover("tilestored64")
+
+
+@operation(types.void, Address)
+def clear_square(builder: Code, _: Code, address: Code) -> None:
+    """Set a matrix of 32 x 32 float32 to zero; its address is a multiple of 64."""
+    for place in range(4 * STRIP * STRIP // 64):
+        _write(builder, address, 64 * place, ir.Constant(F32x16.llvm, None), 64)
+
+
+@operation(types.void, Address, Address, Address)
+def add_square(builder: Code, _: Code, integers: Code, reals: Code, scales: Code) -> None:
+    """Add a matrix of 32 x 32 int32, each row times its float32 scale, to a matrix of float32 (multiples of 64)."""
+    for row in range(STRIP):
+        scale = splat(builder, read(builder, builder.add(scales, _LONG(4 * row)), _REAL, 4), SIDE)
+        for offset in (4 * STRIP * row, 4 * STRIP * row + 64):
+            place = builder.add(reals, _LONG(offset))
+            given = builder.sitofp(read(builder, builder.add(integers, _LONG(offset)), I32x16.llvm, 64), F32x16.llvm)
+            old = read(builder, place, F32x16.llvm, 64)
+            _write(builder, place, 0, call(builder, "llvm.fma.v16f32", old.type, [given, scale, old]), 64)
+
+
+@operation(types.void, Address, Address, Address, Address, Address)
+def write_turned(
+    builder: Code, _: Code, reals: Code, scales: Code, corrections: Code, output: Code, stride: Code
+) -> None:
+    """Store 16 rows of 16 tokens as 16 tokens of 16 rows: scale of the token * (sum - correction of the row).
+
+    Args:
+        reals: address of the sums, a row every 128 bytes.
+        scales: address of 16 float32.
+        corrections: address of 16 float32.
+        output: address of the first row of the first token.
+        stride: bytes between tokens.
+    """
+    factors = read(builder, scales, F32x16.llvm)
+    rows = []
+    for row in range(SIDE):
+        given = read(builder, builder.add(reals, _LONG(4 * STRIP * row)), F32x16.llvm, 64)
+        less = splat(builder, read(builder, builder.add(corrections, _LONG(4 * row)), _REAL, 4), SIDE)
+        rows.append(builder.fmul(builder.fsub(given, less), factors))
+    half = SIDE // 2
+    orders = [[start + number // 2 + SIDE * (number % 2) for number in range(SIDE)] for start in (0, half)]
+    kind = ir.VectorType(ir.IntType(32), SIDE)
+    for _stage in range(4):  # interleaving the first half with the second, four times, is a transposition
+        rows = [
+            builder.shuffle_vector(rows[number // 2], rows[number // 2 + half], ir.Constant(kind, orders[number % 2]))
+            for number in range(SIDE)
+        ]
+    for number, row in enumerate(rows):
+        _write(builder, builder.add(output, builder.mul(stride, _LONG(number))), 0, row)
+
+
+def _writer(vector: Vector) -> Code:
+    @operation(types.void, Address, vector)
+    def write_vector(builder: Code, _: Code, address: Code, value: Code) -> None:
+        _write(builder, address, 0, value, 64)
+
+    return write_vector
+
+
+write_bytes64, write_halves32 = _writer(I8x64), _writer(I16x32)  # at an address that is a multiple of 64
+
+
+@operation(types.void, Address, types.uint16)
+def write_half(builder: Code, _: Code, address: Code, value: Code) -> None:
+    """Store 16 bits."""
+    _write(builder, address, 0, value, 2)
+
 
 ROWS = 4 * STRIP  # rows at a time: activations, which may be far away, are read once for all of them
 _PIECE = 4  # groups of 128 columns that are dense at a time: they stay in a near cache
@@ -40,7 +207,7 @@ _AHEAD = 512  # bytes of values that are fetched ahead
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _short = types.uint32
 _THREAD = threading.local()
-_SETTINGS = amx.settings()
+_SETTINGS = settings()
 _BYTES_A_GROUP = {False: 8 * REGISTER, True: 4 * REGISTER}  # of 32 dense rows, by quantised
 
 
@@ -53,7 +220,7 @@ class Scratch(NamedTuple):
         sums: (4, pairs of 16 tokens, 32, 32) float32.
         scales: (4, groups, 32) float32, of the 128 rows.
         places: (128), address of the next value of each row.
-        settings: see `amx.settings`.
+        settings: see `settings`.
     """
 
     dense: NDArray[np.uint8]
@@ -177,15 +344,15 @@ def _write_bytes(
         for block in range(first, last):
             prefetch(place + _AHEAD)
             if code == 3:
-                amx.write_bytes64(goal, read_bytes64(place))
+                write_bytes64(goal, read_bytes64(place))
                 place += 64
             else:
                 bits = read_mask(mask + 8 * block)
                 if code == 4:
-                    amx.write_bytes64(goal, expand_bytes(place, bits))
+                    write_bytes64(goal, expand_bytes(place, bits))
                     place += count_bits(bits)
                 else:
-                    amx.write_bytes64(goal, expand_codes(levels, place, bits))
+                    write_bytes64(goal, expand_codes(levels, place, bits))
                     place += (count_bits(bits) + 1) >> 1
             goal += 2 * REGISTER
         scratch.places[number] = place
@@ -208,14 +375,14 @@ def _write_halves(
         for block in range(first, last):
             prefetch(place + 2 * _AHEAD)
             if code == 0:
-                amx.write_halves32(goal, read_halves32(place))
-                amx.write_halves32(goal + 2 * REGISTER, read_halves32(place + 64))
+                write_halves32(goal, read_halves32(place))
+                write_halves32(goal + 2 * REGISTER, read_halves32(place + 64))
                 place += 128
             else:
                 bits = read_mask(mask + 8 * block)
-                amx.write_halves32(goal, expand_halves(place, _short(bits)))
+                write_halves32(goal, expand_halves(place, _short(bits)))
                 place += 2 * count_bits(bits & _LOW)
-                amx.write_halves32(goal + 2 * REGISTER, expand_halves(place, _short(bits >> _HALF)))
+                write_halves32(goal + 2 * REGISTER, expand_halves(place, _short(bits >> _HALF)))
                 place += 2 * count_bits(bits >> _HALF)
             goal += 4 * REGISTER
         scratch.places[number] = place
@@ -232,7 +399,7 @@ def _scatter(matrix: Value, row: Value, place: Value, first: Value, last: Value,
             if column >= last:
                 break
             column -= first
-            amx.write_half(goal + 2 * REGISTER * (column // 32) + 2 * (column % 32), value)
+            write_half(goal + 2 * REGISTER * (column // 32) + 2 * (column % 32), value)
         place += 2
     return place
 
@@ -254,7 +421,7 @@ def _begin(matrix: Value, code: Value, row: Value, count: Value, scratch: Value,
                     matrix.scales + 2 * (groups * (row + number) + group)
                 )
     for square in range(ROWS // STRIP * pairs):
-        amx.clear_square(scratch.sums.ctypes.data + 4 * STRIP * STRIP * square)
+        clear_square(scratch.sums.ctypes.data + 4 * STRIP * STRIP * square)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -269,7 +436,7 @@ def _finish(given: Value, row: Value, count: Value, scratch: Value) -> None:
             scales, less = given.scales.ctypes.data + 4 * token, given.corrections.ctypes.data + 4 * (row + number)
             output = given.found.ctypes.data + 4 * (rows * token + row + number)
             if token + SIDE <= tokens and number + SIDE <= count:
-                amx.write_turned(sums, scales, less, output, 4 * rows)
+                write_turned(sums, scales, less, output, 4 * rows)
             else:
                 for one in range(min(SIDE, tokens - token)):
                     for other in range(min(SIDE, count - number)):
@@ -280,7 +447,7 @@ def _finish(given: Value, row: Value, count: Value, scratch: Value) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
     """Rows `first` to `last` of a matrix of 8 or 4 bits times all tokens, into `given.found`."""
-    amx.configure(scratch.settings.ctypes.data)
+    configure(scratch.settings.ctypes.data)
     groups, integers = (matrix.blocks + 1) // 2, scratch.integers.ctypes.data
     half = REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
@@ -297,20 +464,20 @@ def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: V
                 for group in range(start, end):
                     weights = scratch.dense.ctypes.data + 2 * REGISTER * (blocks * strip + 2 * (group - start))
                     tokens = given.place + 2 * half * pair + 2 * REGISTER * group
-                    amx.clear_sums()
-                    amx.multiply_bytes(weights, tokens, tokens + half)
+                    clear_sums()
+                    multiply_bytes(weights, tokens, tokens + half)
                     if 2 * group + 1 < matrix.blocks:
-                        amx.multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
-                    amx.write_registers(integers)
-                    amx.add_square(integers, sums, scratch.scales.ctypes.data + 4 * STRIP * (groups * strip + group))
+                        multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
+                    write_registers(integers)
+                    add_square(integers, sums, scratch.scales.ctypes.data + 4 * STRIP * (groups * strip + group))
         _finish(given, row, count, scratch)
-    amx.release()
+    release()
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bfloats(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
     """Rows `first` to `last` of a bfloat16 matrix times all tokens, into `given.found`."""
-    amx.configure(scratch.settings.ctypes.data)
+    configure(scratch.settings.ctypes.data)
     half = 2 * REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
         count = min(ROWS, last - row)
@@ -322,11 +489,11 @@ def bfloats(matrix: Value, code: Value, given: Value, scratch: Value, first: Val
             for square in range(given.pairs * strips):
                 pair, strip = square // strips, square % strips
                 sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
-                amx.read_registers(sums)
+                read_registers(sums)
                 for step in range(steps):
                     weights = scratch.dense.ctypes.data + 2 * REGISTER * (steps * strip + step)
                     tokens = given.place + 2 * half * pair + REGISTER * (2 * start + step)
-                    amx.multiply_halves(weights, tokens, tokens + half)
-                amx.write_registers(sums)
+                    multiply_halves(weights, tokens, tokens + half)
+                write_registers(sums)
         _finish(given, row, count, scratch)
-    amx.release()
+    release()

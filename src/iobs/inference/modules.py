@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, require_valid, store
 from iobs.inference.gpu import is_form
-from iobs.inference.loading import buffers_after
-from iobs.inference.no_gradient import without_gradient
 from iobs.inference.product import Product, products_by_amx
+from iobs.inference.safeguards import buffers_after, without_gradient
 
 
 class Settings(TypedDict, total=False):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from iobs.errors import ModelError
-from iobs.inference.choices import FORMATS_OF, Precision
-from iobs.inference.eligible import require_finite
+from iobs.inference.choices import FORMATS_OF, Precision, require_finite
 from iobs.inference.formats import MOST_COLUMNS, FormatName, StoredMatrix, bytes_of, steps_of_grid, store
 from iobs.inference.modules import (
+    StoredEmbedding,
     StoredLayer,
     can_store,
     is_table,
@@ -20,6 +20,30 @@ from iobs.inference.modules import (
     table_with_matrix,
     with_matrix,
 )
+
+# ---- Bytes of the tensors that a model holds in memory while it runs, dense or stored
+
+
+def bytes_held(model: nn.Module) -> dict[str, int]:
+    """Bytes in memory of all parameters and buffers, in their present form; a tensor with two names counts once.
+
+    Returns:
+        The bytes of embeddings (with an output head of the same weight), of other matrices, and of all other tensors:
+        biases, norms and buffers.
+    """
+    found = {"embeddings": 0, "matrices": 0, "others": 0}
+    seen: set[tuple[int, int]] = set()
+    for one in model.modules():
+        table = isinstance(one, nn.Embedding | StoredEmbedding)
+        for tensor in (*one.parameters(recurse=False), *one.buffers(recurse=False)):
+            place = tensor.data_ptr(), tensor.nbytes
+            if place not in seen:
+                seen.add(place)
+                stored = isinstance(one, StoredLayer) and tensor is not one.bias
+                weight = stored or (isinstance(tensor, nn.Parameter) and tensor.ndim > 1)
+                found["embeddings" if weight and table else "matrices" if weight else "others"] += tensor.nbytes
+    return found
+
 
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
 
