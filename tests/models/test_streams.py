@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import OutputError, ProblemError
-from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.blockwise.spill import Room, Storage, chosen
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
@@ -196,7 +196,7 @@ def test_plan_measures_copies_from_files_which_are_not_page_locked(tmp_path, mon
         asked.append(locked)
         return Rates(1.0, 1.0)
 
-    monkeypatch.setattr(streamed_store, "measured_rates", measured)
+    monkeypatch.setattr(blockwise_store, "measured_rates", measured)
     store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / "out")
     store.plan(store.select(None, None, False), families.language_batches(), iobs.Recipe(), 0.0)
     assert asked == [False]

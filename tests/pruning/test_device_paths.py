@@ -181,7 +181,7 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
         store._recipe = recipe
         store.checked(data, chosen, holdout)
         assert store._storage.place == place
-    where = plans[0], store.output, plans[0].model_bytes
+    where = plans[0], plans[0].model_bytes
     room = store._room(*where)
     monkeypatch.setattr(blockwise_store, "current", lambda: Ranks(0, 4))
     monkeypatch.setattr(blockwise_store, "available", lambda: 4000)

@@ -44,7 +44,7 @@ def prune_low_memory(
     from iobs.models.without_weights import without_weights
     from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.spill import place_named
-    from iobs.pruning.blockwise.streamable import require_streamable
+    from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current

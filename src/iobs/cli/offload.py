@@ -93,7 +93,7 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
     import torch
 
     from iobs.models.factory import is_built_by_code
-    from iobs.pruning.blockwise.choice import fits, resident_bytes
+    from iobs.pruning.blockwise.store import fits, resident_bytes
     from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.store import Store
 
@@ -152,7 +152,7 @@ def run_where_it_fits(
 
 def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:
     """Check that a run failed because its GPU was full, and that its recipe does not need the whole model there."""
-    from iobs.pruning.blockwise.streamable import require_streamable
+    from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.runtime.ranks import current
 
     if not (store.whole and store.device.type == "cuda" and current().size == 1 and is_out_of_memory(error)):
