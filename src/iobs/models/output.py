@@ -15,13 +15,12 @@ from safetensors import SafetensorError
 
 from iobs.core.paths import expanded
 from iobs.errors import OutputError, UnusableOutputError
-from iobs.pruning.runtime.checkpoint import locked
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import PARTIAL, is_partial, remove_abandoned
+from iobs.pruning.runtime.scratch import PARTIAL, is_partial, locked_folder, remove_abandoned
 
 
 def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
-    """Check, before any work, that an output directory can be written.
+    """Raise, before any work, unless an output directory can be written.
 
     Args:
         directory: the output directory.
@@ -84,16 +83,11 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
         OutputError: it cannot be created.
     """
     target = _target(directory)
-    place = target if target.is_dir() else target.parent
-    with _explaining(directory):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PARTIAL, dir=place))
-        lock = locked(temporary)
-    try:
+    with ExitStack() as stack:
+        with _explaining(directory):
+            place = target if target.is_dir() else target.parent
+            temporary = stack.enter_context(locked_folder(place, target.name))
         yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
@@ -126,7 +120,7 @@ def _explaining(directory: Path) -> Iterator[None]:
 
 
 def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
-    """Check that an error does not come from the output, but from data that a run reads while its output is open."""
+    """True if an error does not come from the output, but from data that a run reads while its output is open."""
     if isinstance(error, SafetensorError):
         return False
     if error.errno is None or isinstance(error, (ConnectionError, TimeoutError)):  # of a library, or of a network
@@ -134,7 +128,7 @@ def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return False
     place, file = _target(directory), _target(Path(error.filename))
-    parts = [one.name for one in (file, *file.parents)]
+    parts = [part.name for part in (file, *file.parents)]
     written = any(name.startswith(f".{place.name}.") and name.endswith(PARTIAL) for name in parts)
     return not written and not file.is_relative_to(place)
 
@@ -197,9 +191,9 @@ def beside(directory: Path, suffix: str) -> Path:
 
 
 def holds(directory: Path, source: Path) -> bool:
-    """Check that a file or directory exists, and is an output directory or lies inside it."""
-    place, found = _target(directory), _target(source)
-    return found.exists() and (found == place or place in found.parents)
+    """True if a file or directory exists, and is an output directory or lies inside it."""
+    output, path = _target(directory), _target(source)
+    return path.exists() and (path == output or output in path.parents)
 
 
 def _target(directory: Path) -> Path:
@@ -208,7 +202,7 @@ def _target(directory: Path) -> Path:
 
 
 def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
-    """Check that a directory holds nothing but replaceable names and abandoned temporary directories.
+    """Raise unless a directory holds nothing but replaceable names and abandoned temporary directories.
 
     Raises:
         UnusableOutputError: the directory holds something else, is a file, or cannot be read.
