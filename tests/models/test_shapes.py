@@ -8,7 +8,7 @@ import torch
 
 import iobs
 from iobs.errors import ModelError
-from iobs.models.shapes import shapes_of
+from iobs.models.skeleton import shapes_of
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store

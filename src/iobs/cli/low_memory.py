@@ -39,9 +39,9 @@ def prune_low_memory(
     from iobs.cli.running import prune_as_asked
     from iobs.core.files import weight_files
     from iobs.core.paths import expanded
+    from iobs.models.skeleton import without_weights
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
-    from iobs.models.without_weights import without_weights
     from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.spill import place_named
     from iobs.pruning.blockwise.store import require_streamable
@@ -113,7 +113,7 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: tor
         as_json: print JSON.
         arithmetic: dtype of the computations in blocks; None: as the weights are stored.
     """
-    from iobs.models.shapes import shapes_of
+    from iobs.models.skeleton import shapes_of
     from iobs.pruning.cost.machines import GPUS, need
 
     options, recipe = asked.options, asked.recipe

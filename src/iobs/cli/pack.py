@@ -44,9 +44,9 @@ def pack(
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
+    from iobs.models.bitmasks import unpack, unpacked_bytes
     from iobs.models.output import holds
     from iobs.models.packed import packed_share, save_packed
-    from iobs.models.unpacking import unpack, unpacked_bytes
 
     if precision is not None and (back or precision not in PRECISIONS):
         names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"

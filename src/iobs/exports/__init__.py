@@ -99,8 +99,8 @@ def export(
         raise ModelError(f"{to!r} is no target of an export; choose one of {', '.join(TARGETS)}.")
     target = TARGETS[to]
     if bits is not None and bits not in target.bits:
-        known = ", ".join(map(str, target.bits))
-        raise ModelError(f"An export to {to} holds {known} bits, not {bits!r}.")
+        choices = ", ".join(map(str, target.bits))
+        raise ModelError(f"An export to {to} holds {choices} bits, not {bits!r}.")
     require_packages(to)
     source = source_of(model, bits, example)
     require_unstored(source.module, f"They cannot be written as {to}. Export the dense model.")

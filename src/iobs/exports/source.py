@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, NonFiniteError
 from iobs.exports.values import Codes
 from iobs.models import LoadedModel, load
-from iobs.models.companions import copy_companions
+from iobs.models.output import copy_companions
 from iobs.pruning.network.layers import find_layers, library_class
 
 Example = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]

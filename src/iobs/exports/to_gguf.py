@@ -83,8 +83,8 @@ def _checked(source: Source) -> Foreign:
     config = getattr(source.module, "config", None)
     kind = getattr(config, "model_type", type(source.module).__name__)
     if kind not in _ARCHITECTURES or source.model.task not in ("causal-lm", "other") or config is None:
-        known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"An export to gguf knows language models of the kinds {known}, not {kind!r}; try onnx.")
+        kinds = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"An export to gguf knows language models of the kinds {kinds}, not {kind!r}; try onnx.")
     if source.model.task == "other":
         raise ModelError("A gguf file holds the tokenizer too: give the directory, or the LoadedModel of iobs.load.")
     if config.hidden_act != "silu":
@@ -105,7 +105,7 @@ def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
     Raises:
         ModelError: they do not.
     """
-    shapes = {name: tuple(one.shape) for name, one in module.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     first = {name: shape for name, shape in shapes.items() if name.startswith(_FIRST)}
     alike = all(
         shapes.get(name.replace(_FIRST, f"model.layers.{number}.", 1)) == shape

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.models.conversion_bytes import with_peak
-from iobs.models.shards import Entry
+from iobs.models.weights import Entry
 
 _Converted: TypeAlias = Mapping[str, Tensor | list[Tensor]]
 _CUT = 64  # entries along the last axis of the tensors that a conversion is tried on
@@ -34,6 +33,7 @@ class Converter(Renaming, Protocol):
     """Rule of transformers that makes tensors of other tensors, a `WeightConverter`."""
 
     source_patterns: list[str]
+    operations: list[object]
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Tensor, /) -> None:
         """Give a tensor."""
@@ -71,9 +71,9 @@ class Rule:
         converter = deepcopy(self.converter)
         for name, pattern in self.patterns.items():
             converter.add_tensor(self.renamed, name, pattern, tensors[name])
-        found = converter.convert(self.renamed, model=self.module, config=self.module.config)
-        found = found[0] if isinstance(found, tuple) else found
-        single = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        result = converter.convert(self.renamed, model=self.module, config=self.module.config)
+        result = result[0] if isinstance(result, tuple) else result
+        single = {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
         return {self.names.get(name, name): value for name, value in single.items()}
 
 
@@ -86,16 +86,27 @@ class Conversion:
         targets: tensors in the module.
         forward: from the files to the module.
         backward: from the module to the files.
-        reading: most bytes that new tensors take during the conversion forward, with its results.
-        writing: the same backward.
     """
 
     sources: Mapping[str, Entry]
     targets: Mapping[str, Entry]
     forward: Rule
     backward: Rule
-    reading: int
-    writing: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors in the module."""
+        return sum(entry.bytes for entry in self.targets.values())
+
+    @property
+    def reading(self) -> int:
+        """Most bytes of new tensors during the conversion forward, with its results: each operation makes a copy."""
+        return len(self.forward.converter.operations) * self.bytes
+
+    @property
+    def writing(self) -> int:
+        """Most bytes of new tensors during the conversion backward; the last operation divides a stack into views."""
+        return (len(self.forward.converter.operations) - 1) * self.bytes
 
     def require_exact(self) -> None:
         """Convert random bytes to the module and back: of narrow tensors, of whole ones if these do not come back.
@@ -109,15 +120,15 @@ class Conversion:
     def _exact(self, most: int | None) -> bool:
         """Check that random bytes come back; the last axis has at most `most` entries."""
         draws = torch.Generator().manual_seed(0)
-        given = {}
+        tensors = {}
         for name, entry in self.sources.items():
             shape = (*entry.shape[:-1], min(most or entry.shape[-1], entry.shape[-1])) if entry.shape else ()
-            given[name] = torch.randint(256, shape, dtype=torch.uint8, generator=draws)
+            tensors[name] = torch.randint(256, shape, dtype=torch.uint8, generator=draws)
         try:
-            again = self.backward(self.forward(given))
+            again = self.backward(self.forward(tensors))
         except Exception:  # rules of transformers raise exceptions of every kind
             return False
-        return all(torch.equal(again[name], value) for name, value in given.items())
+        return all(torch.equal(again[name], value) for name, value in tensors.items())
 
 
 def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, str], list[Conversion]]:
@@ -140,8 +151,8 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(module)  # type: ignore[arg-type]
-    renamings = [one for one in rules if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in rules if isinstance(one, loading.WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     prefix = getattr(module, "base_model_prefix", None)
     names: dict[str, str] = {}
     groups: dict[str, dict[str, str]] = defaultdict(dict)  # by the first target: the pattern of every source
@@ -155,40 +166,38 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
             names[name] = target
         else:
             groups[target][name] = pattern
-    found, exact = [], set[int]()
+    conversions, exact = [], set[int]()
     for target, patterns in groups.items():
-        converter = next(one for one in converters if next(iter(patterns.values())) in one.source_patterns)
+        converter = next(rule for rule in converters if next(iter(patterns.values())) in rule.source_patterns)
         forward = Rule(cast(Converter, converter), target, patterns, module, {})
         sources = {name: entries[name] for name in patterns}
-        converted, reading = _converted(forward, sources, state)
-        found.append(_with_way_back(forward, sources, converted, renamings, prefix, reading))
+        converted = _converted(forward, sources, state)
+        conversions.append(_with_way_back(forward, sources, converted, renamings, prefix))
         if id(converter) not in exact:  # once, before any work; all blocks have the same rule
-            found[-1].require_exact()
+            conversions[-1].require_exact()
             exact.add(id(converter))
-    _require_one_source(names, found)
-    return names, found
+    _require_one_source(names, conversions)
+    return names, conversions
 
 
-def _converted(
-    forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], int]:
-    """The tensors of the module that tensors of the files make up, without numbers, and the bytes of the conversion.
+def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the module that tensors of the files make up, without numbers.
 
     Raises:
         ModelError: some are missing, or the configuration has other sizes.
     """
     empty = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     try:
-        converted, reading = with_peak(forward, empty)
+        converted = forward(empty)
     except Exception:  # rules of transformers raise exceptions of every kind
-        converted, reading = {}, 0
+        converted = {}
     wrong = [name for name, tensor in converted.items() if name not in state or tensor.shape != state[name].shape]
     if wrong or not converted:
         raise ModelError(
             f"{len(sources)} tensors of the files, {next(iter(sources))} the first, do not make up {forward.renamed}: "
             "some are missing, or the configuration has other sizes; complete the files."
         )
-    return converted, reading
+    return converted
 
 
 def _with_way_back(
@@ -197,7 +206,6 @@ def _with_way_back(
     converted: Mapping[str, Tensor],
     renamings: Iterable[Renaming],
     prefix: str | None,
-    reading: int,
 ) -> Conversion:
     """The conversion with its inverse, after that was tried on the converted tensors without numbers.
 
@@ -212,21 +220,21 @@ def _with_way_back(
         interim = {f"{prefix}.{_renamed(name, renamings)}": name for name in sources}
         interim |= {_renamed(name, renamings): name for name in sources}
         first = next(iter(renamed.values()))[0]
-        backward = Rule(reverse, first, {name: str(one[1]) for name, one in renamed.items()}, forward.module, interim)
-        stored, writing = with_peak(backward, converted)
-        again = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        patterns = {name: str(pattern) for name, (_, pattern) in renamed.items()}
+        backward = Rule(reverse, first, patterns, forward.module, interim)
+        again = {name: tuple(tensor.shape) for name, tensor in backward(converted).items()}
     except Exception as error:  # rules of transformers raise exceptions of every kind
         raise _no_way_back(next(iter(sources)), error) from error
     if again != {name: entry.shape for name, entry in sources.items()}:
         raise _no_way_back(next(iter(sources)))
     targets = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()}
-    return Conversion(sources, targets, forward, backward, reading, writing)
+    return Conversion(sources, targets, forward, backward)
 
 
 def _renamed(name: str, renamings: Iterable[Renaming]) -> str:
     """A name after all renamings, which a converter is applied to."""
-    for one in renamings:
-        name = one.rename_source_key(name)[0]
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
     return name
 
 
@@ -244,7 +252,7 @@ def _require_one_source(names: Mapping[str, str], conversions: Iterable[Conversi
     Raises:
         ModelError: names it.
     """
-    targets = [*names.values(), *(name for one in conversions for name in one.targets)]
+    targets = [*names.values(), *(name for conversion in conversions for name in conversion.targets)]
     seen: set[str] = set()
     for name in targets:
         if name in seen:

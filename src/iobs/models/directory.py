@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, first_line
 from iobs.models.conversions import Conversion, find_conversions
 from iobs.models.huggingface import check_directory
-from iobs.models.shards import Entry, read_entries
+from iobs.models.weights import Entry, read_entries
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Directory:
         """
         self._names, conversions = find_conversions(module, self.entries)
         self._sources = {name: source for source, name in self._names.items()}
-        self._conversions = {name: one for one in conversions for name in one.targets}
+        self._conversions = {name: conversion for conversion in conversions for name in conversion.targets}
         self.entries = {self._names[name]: entry for name, entry in self.entries.items() if name in self._names}
-        self.entries |= {name: entry for one in conversions for name, entry in one.targets.items()}
+        self.entries |= {name: entry for conversion in conversions for name, entry in conversion.targets.items()}
 
     def read(
         self,
@@ -77,19 +77,19 @@ class Directory:
         Raises:
             ModelError: a file has vanished or changed since it was opened.
         """
-        wanted = set(names)
-        for source, stored in self.stored({self._sources[name] for name in wanted if name in self._sources}):
+        requested = set(names)
+        for source, stored in self.stored({self._sources[name] for name in requested if name in self._sources}):
             copied = not (mapped and stored.ndim > 1)
             yield self._names[source], stored.to(device, _dtype(stored, dtype), copy=copied)
-        for conversion in self._needed(wanted):
-            yield from self._converted(conversion, wanted, device, dtype)
+        for conversion in self._needed(requested):
+            yield from self._converted(conversion, requested, device, dtype)
 
     def _converted(
-        self, conversion: Conversion, wanted: Collection[str], device: str | torch.device, dtype: torch.dtype | None
+        self, conversion: Conversion, requested: Collection[str], device: str | torch.device, dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
         """Wanted results of a conversion; none of its tensors is in memory when the next one begins."""
         for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
-            if name in wanted:
+            if name in requested:
                 yield name, tensor.to(device, _dtype(tensor, dtype)).contiguous()
 
     def reading_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
@@ -97,26 +97,25 @@ class Directory:
 
         Tensors that are not converted are read before, from mapped files.
         """
-        converted = {name for one in self._needed(names) for name in one.targets}
+        converted = {name for conversion in self._needed(names) for name in conversion.targets}
         present = sum(_bytes(self.entries[name], dtype) for name in names if name not in converted)
         peak = present
-        for one in self._needed(names):
-            stored = sum(entry.bytes for entry in one.targets.values())
-            copies = [_bytes(entry, dtype) for name, entry in one.targets.items() if name in names]
-            copied = any(entry.dtype is not _dtype(entry, dtype) for entry in one.targets.values())
-            peak = max(peak, present + one.reading, present + stored + copied * sum(copies))
+        for conversion in self._needed(names):
+            copies = [_bytes(entry, dtype) for name, entry in conversion.targets.items() if name in names]
+            copied = any(entry.dtype is not _dtype(entry, dtype) for entry in conversion.targets.values())
+            peak = max(peak, present + conversion.reading, present + conversion.bytes + copied * sum(copies))
             present += sum(copies)
         return max(0, peak - present)
 
     def writing_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
         """The bytes that writing changed tensors takes at its peak, if they are in memory in a dtype."""
-        found = 0
-        for one in self._needed(names):
-            given = [entry for name, entry in one.targets.items() if name in names]
-            others = sum(entry.bytes for name, entry in one.targets.items() if name not in names)
-            rounded = sum(entry.bytes for entry in given if entry.dtype is not _dtype(entry, dtype))
-            found = max(found, rounded + others + one.writing)
-        return found
+        most = 0
+        for conversion in self._needed(names):
+            changed = [entry for name, entry in conversion.targets.items() if name in names]
+            others = sum(entry.bytes for name, entry in conversion.targets.items() if name not in names)
+            rounded = sum(entry.bytes for entry in changed if entry.dtype is not _dtype(entry, dtype))
+            most = max(most, rounded + others + conversion.writing)
+        return most
 
     def unchanged(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they are in the files, by their name in the files.
@@ -127,8 +126,8 @@ class Directory:
         Raises:
             ModelError: as `read`.
         """
-        wanted = {self._sources[name] for name in names if name in self._sources}
-        yield from self.stored(wanted.union(*(one.sources for one in self._needed(names))))
+        sources = {self._sources[name] for name in names if name in self._sources}
+        yield from self.stored(sources.union(*(conversion.sources for conversion in self._needed(names))))
 
     def changed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the module as they are written into the files, by their name in the files.
@@ -144,8 +143,8 @@ class Directory:
                 yield self._sources[name], tensor
         for conversion in self._needed(tensors):
             others = [name for name in conversion.targets if name not in tensors]
-            given = {name: tensors[name].detach().cpu() for name in conversion.targets if name in tensors}
-            yield from conversion.backward({**dict(self.read(others)), **given}).items()
+            changed = {name: tensors[name].detach().cpu() for name in conversion.targets if name in tensors}
+            yield from conversion.backward({**dict(self.read(others)), **changed}).items()
 
     def name_of(self, source: str) -> str | None:
         """The module's name of a tensor of the files; None if it is converted."""
@@ -154,16 +153,16 @@ class Directory:
     def together(self, names: Collection[str]) -> list[list[str]]:
         """The names in groups of tensors that are converted together."""
         single = [[name] for name in names if name not in self._conversions]
-        return single + [[name for name in one.targets if name in names] for one in self._needed(names)]
+        return single + [[name for name in conversion.targets if name in names] for conversion in self._needed(names)]
 
     def with_others(self, names: Collection[str]) -> set[str]:
         """The names, and those of the other tensors of the module that are converted together with them."""
-        return set(names).union(*(one.targets for one in self._needed(names)))
+        return set(names).union(*(conversion.targets for conversion in self._needed(names)))
 
     def _needed(self, names: Collection[str]) -> list[Conversion]:
         """The conversions of tensors of the module."""
-        found = {id(one): one for name, one in self._conversions.items() if name in names}
-        return [*found.values()]
+        conversions = {id(conversion): conversion for name, conversion in self._conversions.items() if name in names}
+        return [*conversions.values()]
 
     def stored(self, sources: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors by their name in the files, as mapped files.
@@ -171,18 +170,18 @@ class Directory:
         Raises:
             ModelError: as `read`.
         """
-        wanted = set(sources)
+        names = set(sources)
         for file, entries in self.shards.items():
-            present = wanted & entries.keys()
+            present = names & entries.keys()
             if present:
                 with _reading(file), safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
                         yield name, opened.get_tensor(name)
 
 
-def _dtype(stored: Tensor | Entry, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is read in: `wanted` for floating tensors, if given."""
-    return wanted if wanted is not None and stored.dtype.is_floating_point else stored.dtype
+def _dtype(stored: Tensor | Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is read in: `dtype` for floating tensors, if given."""
+    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
 
 def _bytes(entry: Entry, dtype: torch.dtype) -> int:

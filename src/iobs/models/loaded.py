@@ -75,9 +75,9 @@ class LoadedModel:
             )
         return self.tokenizer
 
-    def window_length(self, asked: int) -> int:
-        """Tokens in a window: `asked`, or the context of the model if that is shorter."""
-        return asked if self.context is None else min(asked, self.context)
+    def window_length(self, length: int) -> int:
+        """Tokens in a window: `length`, or the context of the model if that is shorter."""
+        return length if self.context is None else min(length, self.context)
 
 
 def parameter_count(module: nn.Module) -> int:

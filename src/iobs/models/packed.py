@@ -8,36 +8,30 @@ stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from safetensors import safe_open
+from torch import nn
 
 from iobs.core.files import weight_files
 from iobs.core.paths import expanded
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
-from iobs.models.companions import copy_companions
+from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, size_in_bytes
-from iobs.models.output import check_output, output_directory
+from iobs.models.output import check_output, copy_companions, output_directory
 from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
-from iobs.models.shards import Entry, ShardWriter, read_entries
-from iobs.models.unpacking import MASK, SHAPES, SUFFIX, VALUES, scratch_beside, unpacked
 from iobs.models.weights import same_tensors, write_weights
 from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.selection import require_unstored
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def save_packed(
@@ -64,16 +58,16 @@ def save_packed(
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
-    given = model.module if isinstance(model, LoadedModel) else model
-    if isinstance(given, nn.Module):
-        require_unstored(given, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
+    module = model.module if isinstance(model, LoadedModel) else model
+    if isinstance(module, nn.Module):
+        require_unstored(module, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
     with ExitStack() as stack:
         if isinstance(model, str | Path):
             source = expanded(model)
         else:
             check_output(Path(path), replaceable=replaceable)
-            assert isinstance(given, nn.Module)
-            source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(given))))
+            assert isinstance(module, nn.Module)
+            source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(module))))
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
@@ -85,7 +79,7 @@ def save_packed(
                     write_ready(module, temporary / f"model{SUFFIX}", precision)
                 return expanded(path)
             for shard in shards:
-                _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
+                pack(shard, temporary / f"{shard.stem}{SUFFIX}")
     return expanded(path)
 
 
@@ -214,43 +208,6 @@ def packed_share(source: str | Path, packed: str | Path) -> float:
     """Size of the packed weight files divided by the size of the dense weight files."""
     dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
     return sum(os.path.getsize(file) for file in expanded(packed).glob(f"*{SUFFIX}")) / dense
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Flat integer view of the bits of a tensor. Only +0.0 maps to 0, so -0.0 and NaN count as values."""
-    return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
-
-
-def _pack(shard: Path, target: Path) -> None:
-    entries, metadata = read_entries(shard)
-    try:
-        _pack_entries(shard, target, entries, metadata)
-    except SafetensorError as error:
-        raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
-
-
-def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-    packed: dict[str, Entry] = {}
-    shapes: dict[str, list[int]] = {}
-    with safe_open(shard, framework="pt") as opened:
-        for name, entry in entries.items():
-            size = entry.bytes // entry.dtype.itemsize
-            kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
-            if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
-                packed[name + MASK] = Entry(torch.uint8, ((size + 7) // 8,))
-                packed[name + VALUES] = Entry(entry.dtype, (kept,))
-                shapes[name] = list(entry.shape)
-            else:
-                packed[name] = entry
-        with ShardWriter(target, packed, {**metadata, SHAPES: json.dumps(shapes)}) as writer:
-            for name in entries:
-                tensor = opened.get_tensor(name)
-                if name not in shapes:
-                    writer.put(name, tensor)
-                    continue
-                mask = _bits(tensor) != 0
-                writer.put(name + MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
-                writer.put(name + VALUES, tensor.flatten()[mask])
 
 
 def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:

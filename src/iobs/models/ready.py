@@ -22,8 +22,7 @@ from iobs.inference.choices import Precision
 from iobs.inference.formats import FORMATS, FormatName, StoredMatrix, require_valid
 from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.storing import replace_layers, stored_matrices
-from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
-from iobs.models.weights import fill_weights, same_tensors
+from iobs.models.weights import DTYPES, Entry, ShardWriter, fill_weights, read_entries, same_tensors
 
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
@@ -151,7 +150,7 @@ def read_ready(file: Path) -> ReadyFile:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
         table = json.loads(metadata[_TABLE])
-        described = {str(name): _described(one) for name, one in table.items()}
+        described = {str(name): _described(row) for name, row in table.items()}
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in described}
         for name in [*tensors]:
             layer, mark, part = name.rpartition(":")
@@ -170,26 +169,26 @@ def read_ready(file: Path) -> ReadyFile:
         raise ModelError(f"{file}: {error}") from error
     return ReadyFile(
         matrices,
-        {name: one[1] for name, one in described.items()},
-        {name: one[2] for name, one in described.items()},
-        frozenset(name for name, one in described.items() if one[3]),
+        {name: row[1] for name, row in described.items()},
+        {name: row[2] for name, row in described.items()},
+        frozenset(name for name, row in described.items() if row[3]),
         tensors,
     )
 
 
-def _described(one: Mapping[str, object]) -> tuple[FormatName, tuple[int, ...], torch.dtype, bool]:
+def _described(row: Mapping[str, object]) -> tuple[FormatName, tuple[int, ...], torch.dtype, bool]:
     """Format, dense shape, dense dtype and tie of a layer in the table.
 
     Raises:
         ValueError: an entry has another type or value.
     """
-    form = next((name for name in FORMATS if name == one["format"]), None)
-    shape, dtype = one["shape"], DTYPES[str(one["dtype"])]
+    form = next((name for name in FORMATS if name == row["format"]), None)
+    shape, dtype = row["shape"], DTYPES[str(row["dtype"])]
     if form is None or not isinstance(shape, list) or len(shape) < 2 or not dtype.is_floating_point:
         raise ValueError("a layer has an unknown format, shape or dtype")
     if not all(type(extent) is int and 0 < extent < 1 << 32 for extent in shape):
         raise ValueError("a layer has a shape that is no shape")
-    return form, tuple(shape), dtype, one["tied"] is True
+    return form, tuple(shape), dtype, row["tied"] is True
 
 
 def weight_of(layer: str) -> str:

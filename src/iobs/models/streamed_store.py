@@ -16,9 +16,8 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
-from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
-from iobs.models.streamed import StreamedModel
+from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
 from iobs.pruning.blockwise.spill import Place, require_place, spilled_batches
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes

@@ -20,21 +20,21 @@ class WideLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of inputs (..., columns) with the weight (rows, columns), plus the bias."""
-        found: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return found if self.bias is None else found + self.bias
+        output: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias
 
 
 class _Product(torch.autograd.Function):
     """Inputs times the transposed weight; the gradient of the weight is left out."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, given: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, inputs: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        wide, found = given.float(), given.new_empty(*given.shape[:-1], len(weight))
+        wide, output = inputs.float(), inputs.new_empty(*inputs.shape[:-1], len(weight))
         parts = _parts(weight)
-        for part, out in zip(parts, torch.split(found, [len(part) for part in parts], -1), strict=True):
+        for part, out in zip(parts, torch.split(output, [len(part) for part in parts], -1), strict=True):
             out.copy_(wide @ part.float().T)
-        return found
+        return output
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:

@@ -99,9 +99,9 @@ class Store(InMemory):
         Raises:
             CalibrationError, NonFiniteError: as in `samples.batches.collect`, or the model does not know a token id.
         """
-        found = collect(data)
-        require_known_tokens(self.model, found)
-        return found
+        batches = collect(data)
+        require_known_tokens(self.model, batches)
+        return batches
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.
@@ -137,8 +137,8 @@ class Store(InMemory):
         Raises:
             ProblemError: a block cannot be divided.
         """
-        found = exact_chain(self.model, batches, layers)
-        return halved(self.model, found, batches[0]) if halves and found else found
+        blocks = exact_chain(self.model, batches, layers)
+        return halved(self.model, blocks, batches[0]) if halves and blocks else blocks
 
     def as_dense(self) -> AbstractContextManager[object]:
         """Context at the start of a run in which the model computes what the dense model does."""

@@ -5,9 +5,8 @@ import pytest
 import torch
 from tensor_bytes import TensorBytes
 
-from iobs.models.block_writer import BlockWriter
 from iobs.models.directory import Directory
-from iobs.models.streamed import StreamedModel
+from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.cost.memory_plan import peaks, plan

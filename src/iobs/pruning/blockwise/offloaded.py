@@ -111,16 +111,16 @@ class MemoryBlocks:
         Raises:
             ModelError: an attribute of a module cannot be copied.
         """
-        known: dict[int, object] = {}
+        shared: dict[int, object] = {}
         inside = {id(tensor) for block in blocks for tensor in self.visitors(block)}
         for name, tensor in state(self.module):
             if id(tensor) in inside:
                 data = originals.get(name, self.at_home(tensor)).detach()
-                known[id(tensor)] = nn.Parameter(data, False) if isinstance(tensor, nn.Parameter) else data
+                shared[id(tensor)] = nn.Parameter(data, False) if isinstance(tensor, nn.Parameter) else data
             elif name not in originals:
-                known[id(tensor)] = tensor
+                shared[id(tensor)] = tensor
         try:
-            dense = MemoryBlocks(copy.deepcopy(self.module, known), self.device)
+            dense = MemoryBlocks(copy.deepcopy(self.module, shared), self.device)
         except (RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise

@@ -60,15 +60,15 @@ def locked(like: Tensor) -> Tensor:
     """
     raw = torch.empty(like.nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     start = -raw.data_ptr() % mmap.PAGESIZE  # no two locked ranges share a page
-    found = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+    aligned = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
-    code = int(runtime.cudaHostRegister(found.data_ptr(), like.nbytes, _PORTABLE))
+    code = int(runtime.cudaHostRegister(aligned.data_ptr(), like.nbytes, _PORTABLE))
     if code:
         raise OutputError(
             f"Main memory for the hidden states cannot be page-locked (CUDA error {code}); free some, put them in "
             'files (streams "disk"), or give fewer samples.'
         )
-    return found
+    return aligned
 
 
 def unlock(tensor: Tensor) -> None:
@@ -111,7 +111,7 @@ def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
     stays in main memory as long as the system has room for it. A mapped file takes no anonymous memory.
 
     Args:
-        place: what was asked.
+        place: as the user says.
         on_cpu: True if the device of the computations is a CPU.
         needed: bytes.
         room: free bytes.
@@ -140,7 +140,7 @@ def require_place(place: Place, needed: int, memory: int) -> None:
     """Check that main memory has room for hidden states and fitted parameters that were asked to be there.
 
     Args:
-        place: what was asked.
+        place: as the user says.
         needed: bytes.
         memory: free bytes of main memory; 0 where the system does not say.
 
