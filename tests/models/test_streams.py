@@ -1,7 +1,6 @@
-"""Hidden states on the device, in main memory or in files, and calibration batches that are read one at a time."""
+"""Hidden states on the device, in main memory or in files."""
 
 import mmap
-import weakref
 
 import families
 import pytest
@@ -134,25 +133,6 @@ def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
     _, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
     assert stored == {"gram", "drift"}
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
-    families.saved("llama", tmp_path / "model")
-    data, alive, most = families.language_batches(count=6), weakref.WeakSet(), 0
-
-    def read():
-        nonlocal most
-        for batch in data:
-            ids = batch["input_ids"].clone()
-            alive.add(ids)
-            most = max(most, len(alive))
-            yield {"input_ids": ids}
-            del ids
-
-    _, lazily = pruned(tmp_path, read(), "auto", holdout=0.0)
-    assert most <= 2  # the batch that was read, and the one before it until its name is bound again
-    _, collected = pruned(tmp_path, data, "disk", holdout=0.0)
-    assert all(torch.equal(value, collected[name]) for name, value in lazily.items())
 
 
 def test_plan_names_the_place_of_streams(tmp_path):

@@ -6,7 +6,7 @@ Hub files of mixtures hold one tensor per expert, of which the module makes one;
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
@@ -77,6 +77,9 @@ class Rule:
         return {self.names.get(name, name): value for name, value in single.items()}
 
 
+_Convert = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Tensors of the files that become tensors of the module together.
@@ -86,12 +89,14 @@ class Conversion:
         targets: tensors in the module.
         forward: from the files to the module.
         backward: from the module to the files.
+        operations: number of operations on numbers, each of which makes a copy; 0: a tensor has another name.
     """
 
     sources: Mapping[str, Entry]
     targets: Mapping[str, Entry]
-    forward: Rule
-    backward: Rule
+    forward: _Convert
+    backward: _Convert
+    operations: int = 0
 
     @property
     def bytes(self) -> int:
@@ -100,13 +105,13 @@ class Conversion:
 
     @property
     def reading(self) -> int:
-        """Most bytes of new tensors during the conversion forward, with its results: each operation makes a copy."""
-        return len(self.forward.converter.operations) * self.bytes
+        """Most bytes of new tensors during the conversion forward, with its results."""
+        return self.operations * self.bytes
 
     @property
     def writing(self) -> int:
         """Most bytes of new tensors during the conversion backward; the last operation divides a stack into views."""
-        return (len(self.forward.converter.operations) - 1) * self.bytes
+        return max(0, self.operations - 1) * self.bytes
 
     def require_exact(self) -> None:
         """Convert random bytes to the module and back: of narrow tensors, of whole ones if these do not come back.
@@ -131,22 +136,35 @@ class Conversion:
         return all(torch.equal(again[name], value) for name, value in tensors.items())
 
 
-def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, str], list[Conversion]]:
-    """The names of the module for tensors in files, and the conversions of tensors that change.
+def renaming(source: str, target: str, entry: Entry) -> Conversion:
+    """The conversion of a tensor that only gets another name, or keeps its own."""
+    forward = _Renaming({source: target})
+    return Conversion({source: entry}, {target: entry}, forward, _Renaming({target: source}))
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """Give tensors other names."""
+
+    names: Mapping[str, str]
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[old] for old, name in self.names.items()}
+
+
+def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> list[Conversion]:
+    """The conversions of tensors in files to those of a module, by the rules of transformers.
 
     Args:
         module: a model of transformers.
         entries: the tensors in the files.
-
-    Returns:
-        The module's name of every tensor that is only renamed, or kept, and the conversions of all others.
 
     Raises:
         ModelError: tensors of the files cannot be converted, or not back.
     """
     state = module.state_dict()
     if all(name in state for name in entries):
-        return {name: name for name in entries}, []
+        return [renaming(name, name, entry) for name, entry in entries.items()]
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -154,19 +172,19 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     prefix = getattr(module, "base_model_prefix", None)
-    names: dict[str, str] = {}
+    conversions: list[Conversion] = []
     groups: dict[str, dict[str, str]] = defaultdict(dict)  # by the first target: the pattern of every source
     for name in sorted(entries, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state or (target != name and target in entries):
-            names[name] = name  # without a place in the module, or beside the tensor of that place
+            conversions.append(renaming(name, name, entries[name]))  # without a place in the module, or beside another
         elif pattern is None:
-            names[name] = target
+            conversions.append(renaming(name, target, entries[name]))
         else:
             groups[target][name] = pattern
-    conversions, exact = [], set[int]()
+    exact = set[int]()
     for target, patterns in groups.items():
         converter = next(rule for rule in converters if next(iter(patterns.values())) in rule.source_patterns)
         forward = Rule(cast(Converter, converter), target, patterns, module, {})
@@ -176,8 +194,8 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[d
         if id(converter) not in exact:  # once, before any work; all blocks have the same rule
             conversions[-1].require_exact()
             exact.add(id(converter))
-    _require_one_source(names, conversions)
-    return names, conversions
+    _require_one_source(conversions)
+    return conversions
 
 
 def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -228,7 +246,7 @@ def _with_way_back(
     if again != {name: entry.shape for name, entry in sources.items()}:
         raise _no_way_back(next(iter(sources)))
     targets = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()}
-    return Conversion(sources, targets, forward, backward)
+    return Conversion(sources, targets, forward, backward, len(forward.converter.operations))
 
 
 def _renamed(name: str, renamings: Iterable[Renaming]) -> str:
@@ -246,15 +264,14 @@ def _no_way_back(name: str, error: Exception | None = None) -> ModelError:
     )
 
 
-def _require_one_source(names: Mapping[str, str], conversions: Iterable[Conversion]) -> None:
-    """Check that no tensor of the module comes from two places.
+def _require_one_source(conversions: Iterable[Conversion]) -> None:
+    """Raise if a tensor of the module comes from two places.
 
     Raises:
         ModelError: names it.
     """
-    targets = [*names.values(), *(name for conversion in conversions for name in conversion.targets)]
     seen: set[str] = set()
-    for name in targets:
+    for name in (name for conversion in conversions for name in conversion.targets):
         if name in seen:
             raise ModelError(f"Several tensors of the files become {name}; prune the model in memory instead.")
         seen.add(name)

@@ -341,47 +341,30 @@ class BlockWriter:
                 for file, entries in source.shards.items()
             }
         inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
-        self._put(source.unchanged([name for name in source.entries if name not in inner]))
+        self._put(source.write([name for name in source.entries if name not in inner], {}))
         return self
 
     def block(self, block: Block, pruned: set[str]) -> None:
         """Write a block: pruned tensors from memory, the others bit for bit from the source."""
-        source, state = self.streamed.directory, self.streamed.module.state_dict()
-        for names in source.together(pruned):  # none of the tensors of a conversion is in memory when the next begins
-            rounded = ((name, state[name].to(source.entries[name].dtype)) for name in names)
-            self._put(map(self._unrounded, source.changed(dict(rounded))))
-        self._put(source.unchanged({*self.streamed.names(block)} - source.with_others(pruned)))
-
-    def _unrounded(self, named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-        """A tensor of the files; its own bits if it was only rounded for the computations, as an expert left out."""
-        source, (name, tensor) = self.streamed.directory, named
-        arithmetic = self.streamed.arithmetic
-        if source.name_of(name) is None and torch.promote_types(arithmetic, tensor.dtype) is not arithmetic:
-            for _, stored in source.stored([name]):
-                if torch.equal(stored.to(arithmetic).to(stored.dtype), tensor.to(stored.dtype)):
-                    return name, stored
-        return named
+        state = self.streamed.module.state_dict()
+        changed = {name: state[name] for name in pruned}
+        self._put(self.streamed.directory.write(self.streamed.names(block), changed, self.streamed.arithmetic))
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor into the file that holds it in the source; a second call replaces it."""
-        self._put(self.streamed.directory.changed({name: tensor}))
+        self._put(self.streamed.directory.write([name], {name: tensor}))
 
-    def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write tensors by their name in the files."""
-        for name, tensor in tensors:
-            counted = self._counted(name)
+    def _put(self, tensors: Iterable[tuple[str, Tensor, str | None]]) -> None:
+        """Write the tensors of `Directory.write`, and count the zeros of parameters."""
+        for source, tensor, name in tensors:
+            counted = source if name is None else self.names.get(name)  # not buffers; tied parameters once
             for file, entries in self.streamed.directory.shards.items():
-                if name in entries:
-                    written = tensor.to(entries[name].dtype)
+                if source in entries:
+                    written = tensor.to(entries[source].dtype)
                     if counted is not None:
                         self.zeros[counted] = int((written == 0).sum())
                     if self.writes:
-                        self.writers[file].put(name, written)
-
-    def _counted(self, source: str) -> str | None:
-        """The name under which the zeros of a tensor of the files are counted; None for one that is no parameter."""
-        name = self.streamed.directory.name_of(source)
-        return source if name is None else self.names.get(name)
+                        self.writers[file].put(source, written)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         for writer in self.writers.values():

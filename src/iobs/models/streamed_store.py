@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from iobs.errors import ProblemError
 from iobs.models.output import check_output, output_of_ranks
 from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
-from iobs.pruning.blockwise.spill import Place, require_place, spilled_batches
+from iobs.pruning.blockwise.spill import Place, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
@@ -30,7 +29,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
+from iobs.pruning.samples.batches import Batch, require_all_accepted
 from iobs.pruning.store import Names
 
 
@@ -137,14 +136,6 @@ class StreamedStore(BlockwiseStore):
             LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.
         """
         return self.streamed.select(include, ignore, depthwise)
-
-    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
-        """Collect and check the batches; those of an iterator or a DataLoader are read one by one into mapped files."""
-        if isinstance(data, (Tensor, Mapping, list, tuple)):
-            return super().collected(data)
-        batches = collect(data, partial(spilled_batches, self._storage.folder))
-        require_known_tokens(self.model, batches)
-        return batches
 
     def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself, after a check that every kind of batches reaches the blocks, which are not loaded yet.

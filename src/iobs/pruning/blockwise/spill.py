@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from iobs.errors import OutputError, ProblemError
-from iobs.pruning.samples.batches import Batch, mapped
 
 Place = Literal["auto", "device", "memory", "disk"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -137,7 +135,7 @@ def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
 
 
 def require_place(place: Place, needed: int, memory: int) -> None:
-    """Check that main memory has room for hidden states and fitted parameters that were asked to be there.
+    """Raise unless main memory has room for hidden states and fitted parameters that were asked to be there.
 
     Args:
         place: as the user says.
@@ -217,26 +215,3 @@ class Storage:
     def fetch(self, stored: Tensor) -> Tensor:
         """A copy of a stored tensor on the device."""
         return stored.to(self.device, copy=True)
-
-
-def spilled_batches(folder: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Read batches one at a time, and give each with its tensors in mapped files.
-
-    Args:
-        folder: of the files.
-        batches: read as they are needed; none is referred to once the next one is read.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    count = 0
-
-    def store(tensor: Tensor) -> Tensor:
-        nonlocal count
-        if not tensor.numel():
-            return tensor
-        count += 1
-        return spilled(folder / f"{count}.batch", tensor.cpu())
-
-    for batch in batches:
-        yield mapped(batch, store) if isinstance(batch, (Tensor, Mapping, tuple, list)) else batch
