@@ -25,8 +25,8 @@ from torch.nn.parameter import is_lazy
 from iobs.core.files import packed_hint
 from iobs.core.paths import expanded
 from iobs.errors import ModelError
-from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
+from iobs.models.sixteen_bits import stored_as_half
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
 from iobs.pruning.network.layers import joined

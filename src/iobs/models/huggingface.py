@@ -21,9 +21,9 @@ from torch import nn
 
 from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
-from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.output import REPORTS, copy_companions
+from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_entries
 

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.models.halves import bytes_saved
 from iobs.models.output import output_directory
+from iobs.models.sixteen_bits import bytes_saved
 
 Task = Literal["causal-lm", "image-classification", "other"]
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from iobs.core.files import weight_files
 from iobs.core.paths import expanded
@@ -25,11 +25,11 @@ from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
-from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, size_in_bytes
 from iobs.models.output import check_output, copy_companions, output_directory
-from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
-from iobs.models.weights import same_tensors, write_weights
+from iobs.models.ready import ReadyFile, fill_packed, is_ready, read_ready, write_ready
+from iobs.models.sixteen_bits import quick, stored_as_half, widen
+from iobs.models.weights import write_weights
 from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.selection import require_unstored
 
@@ -113,13 +113,13 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
 
 
 def is_packed(path: str | Path) -> bool:
-    """Check that a path is a directory with packed files and no dense ones."""
+    """True if a path is a directory with packed files and no dense ones."""
     directory = expanded(path)
     return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
 
 
 def is_ready_to_run(path: str | Path) -> bool:
-    """Check that a path is a packed directory whose layers are stored matrices."""
+    """True if a path is a packed directory whose layers are stored matrices."""
     return is_packed(path) and _ready_file(expanded(path)) is not None
 
 
@@ -189,7 +189,7 @@ def _ready_file(directory: Path) -> Path | None:
 
 
 def _described(directory: Path) -> bool:
-    """Check that a directory says what module it holds."""
+    """True if a directory says what module it holds."""
     return any((directory / name).is_file() for name in ("config.json", CONFIG_NAME))
 
 
@@ -221,17 +221,8 @@ def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
 
 
 def _filled(module: nn.Module, directory: Path) -> nn.Module:
-    state = module.state_dict()
-    same = {name: names for names in same_tensors(state) for name in names}
-    missing = set(same)
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(directory):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                tensor = opened.get_tensor(name)
-                if name not in same or state[name].shape != tensor.shape:
-                    raise ModelError(f"The packed weight {name!r}, {tuple(tensor.shape)}, does not fit the module.")
-                state[name].copy_(tensor)
-                missing.difference_update(same[name])
-    if missing:
-        raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
+        tensors |= load_file(file)
+    fill_packed(module, tensors)
     return module

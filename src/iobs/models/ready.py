@@ -67,10 +67,7 @@ class ReadyFile:
         Raises:
             ModelError: names or shapes differ.
         """
-        try:
-            fill_weights(module, self.state)
-        except RuntimeError as error:
-            raise ModelError(f"The packed file does not fit the module: {error}") from error
+        fill_packed(module, self.state)
         self.place(module)
         return module
 
@@ -83,6 +80,18 @@ class ReadyFile:
         replace_layers(module, self.matrices)
         if can_fuse(module):
             fuse(module)
+
+
+def fill_packed(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fill a module of the same architecture with the tensors of packed files, in the floating dtypes of the files.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    try:
+        fill_weights(module, tensors)
+    except RuntimeError as error:
+        raise ModelError(f"The packed file does not fit the module: {error}") from error
 
 
 def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from iobs.core.paths import expanded
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
-from iobs.models.halves import native
 from iobs.models.output import REPORTS, copy_companions
+from iobs.models.sixteen_bits import WideLinear, native
 from iobs.models.skeleton import blocks_of, skeleton
 from iobs.models.weights import ShardWriter
-from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
