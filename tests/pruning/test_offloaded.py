@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app, watch
-from iobs.cli.offload import Streams, run_where_it_fits
+from iobs.cli.by_blocks import Streams, run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise import store as blockwise_store

@@ -30,7 +30,7 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
     """
     from rich.table import Table
 
-    from iobs.cli.offload import show_plan
+    from iobs.cli.by_blocks import show_plan
     from iobs.core.budget import Budget
     from iobs.core.grids import stored_bits
     from iobs.pruning.audit import asked_zeros
