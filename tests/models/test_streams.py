@@ -12,7 +12,7 @@ from iobs.errors import OutputError, ProblemError
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.blockwise.spill import Room, Storage, chosen
+from iobs.pruning.blockwise.storage import Room, Storage, choose_place
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
 from iobs.pruning.recipe import BlockFit
@@ -40,14 +40,14 @@ def pruned(folder, data, streams="auto", **options):
     ],
 )
 def test_place_of_streams_is_the_first_with_room(place, on_cpu, room, found):
-    assert chosen(place, on_cpu, 100, room) == found
+    assert choose_place(place, on_cpu, 100, room) == found
 
 
 def test_streams_without_room_or_with_an_unknown_place_are_refused():
     with pytest.raises(OutputError, match="give fewer samples"):
-        chosen("auto", False, 100, Room(99, 99, 99))
+        choose_place("auto", False, 100, Room(99, 99, 99))
     with pytest.raises(ProblemError, match='"auto", "device", "memory" or "disk"'):
-        chosen("tape", True, 0, Room(0, 0, 0))
+        choose_place("tape", True, 0, Room(0, 0, 0))
 
 
 def test_storage_overwrites_a_tensor_of_the_same_name(tmp_path):

@@ -23,7 +23,7 @@ from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
-from iobs.pruning.blockwise.spill import Storage
+from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.store import Store
 

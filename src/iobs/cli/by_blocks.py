@@ -54,9 +54,9 @@ class Streams:
             ProblemError: there is no such place.
         """
         from iobs.pruning.blockwise.offloaded import OffloadedStore
-        from iobs.pruning.blockwise.spill import place_named
+        from iobs.pruning.blockwise.storage import parse_place
 
-        return OffloadedStore(module, device, place_named(self.place or "auto"), self.folder)
+        return OffloadedStore(module, device, parse_place(self.place or "auto"), self.folder)
 
 
 def refuse_streams(streams: str, device: str | None) -> None:
@@ -69,9 +69,9 @@ def refuse_streams(streams: str, device: str | None) -> None:
     import torch
 
     from iobs.cli.loading import checked_device
-    from iobs.pruning.blockwise.spill import place_named
+    from iobs.pruning.blockwise.storage import parse_place
 
-    place_named(streams)
+    parse_place(streams)
     if torch.device(checked_device(device)).type == "cpu":
         raise typer.BadParameter(
             "only with --low-memory, or on a GPU that is too small for the model: otherwise no hidden states are kept. "
@@ -219,7 +219,7 @@ def prune_low_memory(
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.pruning.allocation.bits import require_whole
-    from iobs.pruning.blockwise.spill import place_named
+    from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.cost.slow import warning_of
     from iobs.pruning.driver import requested
@@ -228,7 +228,7 @@ def prune_low_memory(
 
     options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
-    streams_place = place_named(streams)
+    streams_place = parse_place(streams)
     require_streamable(recipe)
     require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))

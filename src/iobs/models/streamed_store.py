@@ -18,7 +18,7 @@ from iobs.errors import ProblemError
 from iobs.models.output import check_output, output_of_ranks
 from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
-from iobs.pruning.blockwise.spill import Place, require_place
+from iobs.pruning.blockwise.storage import Place, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
@@ -144,7 +144,7 @@ class StreamedStore(BlockwiseStore):
             CalibrationError: the model does not take a batch.
             NonFiniteError: a weight holds NaN or infinity.
             ModelError: the blocks cannot be run one by one.
-            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
+            ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
         with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
             require_all_accepted(self.model, batches, (StopForward,))

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from iobs.core.paths import expanded
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line, is_out_of_memory
-from iobs.pruning.blockwise.spill import Place, require_place
+from iobs.pruning.blockwise.storage import Place, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved

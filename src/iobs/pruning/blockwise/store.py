@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
-from iobs.pruning.blockwise.spill import Place, Room, Storage, chosen, place_named
+from iobs.pruning.blockwise.storage import Place, Room, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.memory_plan import Plan, Sizes, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
@@ -95,14 +95,14 @@ class BlockwiseStore(Store):
     Args:
         source: brings the blocks.
         blocks: the blocks, in order, as far as they are known.
-        streams: place of the hidden states and of fitted parameters; see `spill.chosen`.
+        streams: place of the hidden states and of fitted parameters; see `storage.choose_place`.
     """
 
     whole = False
 
     def __init__(self, source: BlockSource, blocks: list[Block], streams: Place) -> None:
         super().__init__(source.module)
-        self.streams = place_named(streams)
+        self.streams = parse_place(streams)
         self._source, self._blocks = source, blocks
         self._dense: BlockSource | None = None  # the dense blocks, if the recipe compares with them
         self._dense_done: set[int] = set()  # stages whose dense weights are no longer needed
@@ -261,7 +261,7 @@ class BlockwiseStore(Store):
 
         Raises:
             ModelError: the blocks cannot be run one by one.
-            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
+            ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
         sizes = self._sizes(selection, batches, recipe)
         config = getattr(self.model, "config", None)
@@ -303,7 +303,7 @@ class BlockwiseStore(Store):
         )
         predicted = replace(predicted, copied_bytes=sizes.copied_bytes)
         room = self._room(predicted, sizes.written_bytes)
-        return predicted.placed(chosen(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
+        return predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
 
     def _room(self, predicted: Plan, written_bytes: int) -> Room:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""

@@ -179,7 +179,7 @@ class DiskCheckpoint(Checkpoint):
             raise _unwritable(self.directory, error) from error
 
 
-def opened(directory: str | Path | None, identity: Callable[[], Mapping[str, object]]) -> Checkpoint:
+def open_checkpoint(directory: str | Path | None, identity: Callable[[], Mapping[str, object]]) -> Checkpoint:
     """Open the checkpoint in a directory; the null checkpoint for None.
 
     The first rank creates it, and no rank writes before all ranks have opened it.

@@ -38,14 +38,14 @@ def reserve(file: Path, size: int) -> None:
                 raise
 
 
-def spilled(file: Path, hidden: Tensor) -> Tensor:
+def write_mapped(file: Path, hidden: Tensor) -> Tensor:
     """A copy of a tensor in a file that is mapped into memory, so that it takes no anonymous memory."""
     reserve(file, hidden.numel() * hidden.element_size())
     kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return kept.reshape(hidden.shape).copy_(hidden)
 
 
-def locked(like: Tensor) -> Tensor:
+def empty_locked(like: Tensor) -> Tensor:
     """An empty tensor of a shape and dtype in page-locked memory, which takes its own bytes and less than a page more.
 
     torch's allocator of such memory rounds the bytes up to a power of two, and keeps them until the process ends.
@@ -70,7 +70,7 @@ def locked(like: Tensor) -> Tensor:
 
 
 def unlock(tensor: Tensor) -> None:
-    """End the lock of a tensor from `locked`; after an error of the device, which lasts, the lock lasts too."""
+    """End the lock of a tensor from `empty_locked`; after an error of the device, which lasts, the lock lasts too."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
     runtime.cudaHostUnregister(tensor.data_ptr())
 
@@ -90,7 +90,7 @@ class Room:
     disk: int
 
 
-def place_named(name: str) -> Place:
+def parse_place(name: str) -> Place:
     """The place with a name.
 
     Raises:
@@ -102,7 +102,7 @@ def place_named(name: str) -> Place:
     raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {name!r}.')
 
 
-def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
+def choose_place(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
     """Choose the place of hidden states and fitted parameters.
 
     "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk, because a mapped file
@@ -118,7 +118,7 @@ def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
         ProblemError: there is no such place.
         OutputError: no place has enough room.
     """
-    if place_named(place) != "auto":
+    if parse_place(place) != "auto":
         return place
     if on_cpu:
         return "disk"
@@ -183,12 +183,12 @@ class Storage:
         if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
             return before.copy_(tensor)
         if self.place == "disk":
-            self.kept[name] = spilled(self.folder / name, tensor)
+            self.kept[name] = write_mapped(self.folder / name, tensor)
             return self.kept[name]
         if before is not None:
             self._drop(name)
         locks = self.device.type == "cuda" and torch.cuda.is_available() and tensor.nbytes > 0
-        self.kept[name] = locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.kept[name] = empty_locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
         if locks:
             self._locked.add(name)
         return self.kept[name].copy_(tensor)
