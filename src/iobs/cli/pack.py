@@ -55,8 +55,8 @@ def pack(
     out = console.output_console()
     replaceable = names_to_replace(target, _MARKS[back], overwrite)
     if replaceable and holds(target, directory):
-        told = "this is the directory that is read, or holds it; give another one"
-        raise typer.BadParameter(told, param_hint="--output / -o")
+        reason = "this is the directory that is read, or holds it; give another one"
+        raise typer.BadParameter(reason, param_hint="--output / -o")
     if back:
         check_output(target, unpacked_bytes(directory), replaceable)
         with output_directory(target, replaceable) as temporary, Steps("unpacking"):

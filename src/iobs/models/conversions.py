@@ -138,12 +138,12 @@ class Conversion:
 
 def renaming(source: str, target: str, entry: Entry) -> Conversion:
     """The conversion of a tensor that only gets another name, or keeps its own."""
-    forward = _Renaming({source: target})
-    return Conversion({source: entry}, {target: entry}, forward, _Renaming({target: source}))
+    forward = _NewNames({source: target})
+    return Conversion({source: entry}, {target: entry}, forward, _NewNames({target: source}))
 
 
 @dataclass(frozen=True)
-class _Renaming:
+class _NewNames:
     """Give tensors other names."""
 
     names: Mapping[str, str]

@@ -88,10 +88,14 @@ def fill_packed(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: names or shapes differ.
     """
+    missing = [names[0] for names in same_tensors(module.state_dict()) if tensors.keys().isdisjoint(names)]
+    if missing:
+        raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
     try:
         fill_weights(module, tensors)
     except RuntimeError as error:
-        raise ModelError(f"The packed file does not fit the module: {error}") from error
+        reason = " ".join(str(error).split())  # torch gives each tensor a line
+        raise ModelError(f"The packed file does not fit the module: {reason}") from error
 
 
 def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:

@@ -172,10 +172,10 @@ class StreamedModel:
         self._replace_blocks(halved, batch)
         return self.blocks
 
-    def _replace_blocks(self, found: _Chain, batch: Batch) -> None:
-        """Replace the blocks by what `found` makes of them; it runs a sample through them, one in memory at a time."""
+    def _replace_blocks(self, make_chain: _Chain, batch: Batch) -> None:
+        """Replace the blocks by what `make_chain` makes of them; it runs a sample through them, one in memory at a time."""
         whole = [*self.blocks]
-        self.blocks[:] = found(
+        self.blocks[:] = make_chain(
             self.module,
             whole,
             batch,
