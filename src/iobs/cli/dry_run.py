@@ -115,7 +115,7 @@ def show_units(loaded: LoadedModel, store: Store, asked: Asked, as_json: bool) -
     named = (options.include, options.ignore)
     wanted = removable.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
     removable.require_possible(store, wanted)  # before the data are read
-    plan = planned_units(store, store.collected(batches_of_run(loaded, options)[2]), wanted)
+    plan = planned_units(store, store.collect_batches(batches_of_run(loaded, options)[2]), wanted)
     if not current().first:
         return
     about = _about_the_units(pattern, plan)

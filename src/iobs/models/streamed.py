@@ -173,7 +173,7 @@ class StreamedModel:
         return self.blocks
 
     def _replace_blocks(self, make_chain: _Chain, batch: Batch) -> None:
-        """Replace the blocks by what `make_chain` makes of them; it runs a sample through them, one in memory at a time."""
+        """Replace the blocks by what `make_chain` makes of them; it runs a sample through one block after another."""
         whole = [*self.blocks]
         self.blocks[:] = make_chain(
             self.module,

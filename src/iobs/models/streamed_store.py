@@ -137,7 +137,7 @@ class StreamedStore(BlockwiseStore):
         """
         return self.streamed.select(include, ignore, depthwise)
 
-    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+    def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself, after a check that every kind of batches reaches the blocks, which are not loaded yet.
 
         Raises:
@@ -183,7 +183,7 @@ class StreamedStore(BlockwiseStore):
             stack.enter_context(memory.watching())
             yield
 
-    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+    def set_patterns(self, patterns: Mapping[Layer, Pattern]) -> None:
         """Receive the patterns by which the written zeros are checked."""
         self._patterns = dict(patterns)
 

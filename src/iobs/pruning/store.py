@@ -93,7 +93,7 @@ class Store(InMemory):
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
         return select(self.model, include, ignore, depthwise=depthwise)
 
-    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
+    def collect_batches(self, data: Iterable[Batch] | Batch) -> list[Batch]:
         """Collect and check the calibration batches.
 
         Raises:
@@ -103,7 +103,7 @@ class Store(InMemory):
         require_known_tokens(self.model, batches)
         return batches
 
-    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+    def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.
 
         Returns:
@@ -117,7 +117,7 @@ class Store(InMemory):
             return multiplied_as_they_are(self.model, selection, batches[0])
 
     def require_space(self, checkpoint: str | Path | None) -> None:
-        """Check, before any work, that disk and memory have room for a run; `checked` comes first.
+        """Check, before any work, that disk and memory have room for a run; `check` comes first.
 
         Args:
             checkpoint: directory of intermediate results, or None.
@@ -185,7 +185,7 @@ class Store(InMemory):
             self.reset()  # by names and shapes, so after the structure
             raise
 
-    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+    def set_patterns(self, patterns: Mapping[Layer, Pattern]) -> None:
         """Receive the pattern of every layer after the allocation, for subclasses."""
 
     # ---- weights of a layer

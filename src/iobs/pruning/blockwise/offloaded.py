@@ -240,7 +240,7 @@ class OffloadedStore(BlockwiseStore):
         with self.prepared(), self._memory.on_call(parts_of(self.model)):
             yield
 
-    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+    def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """Check the batches and the layers on the model, find its blocks, and choose the place of the hidden states.
 
         Raises:
@@ -250,7 +250,7 @@ class OffloadedStore(BlockwiseStore):
             OutputError: the hidden states have no room.
         """
         with self._memory.on_call(parts_of(self.model)):
-            selection = super().checked(batches, selection, holdout)
+            selection = super().check(batches, selection, holdout)
         fit = self._recipe.blocks
         self._layers = selection.layers
         with torch.no_grad():
@@ -331,7 +331,7 @@ class OffloadedStore(BlockwiseStore):
             )
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
-        """The blocks of the model, or their halves, that `checked` has found."""
+        """The blocks of the model, or their halves, that `check` has found."""
         return self._blocks
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
@@ -372,10 +372,10 @@ class OffloadedStore(BlockwiseStore):
         """
         self.require_possible(recipe)
         with self.prepared(), evaluating(self.model):
-            return self.plan(self.checked(batches, selection, holdout), batches, recipe, holdout)
+            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout)
 
     def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
-        """The sizes of the model and of the hidden states that `checked` has found."""
+        """The sizes of the model and of the hidden states that `check` has found."""
         first = self._hidden[0]
         width = first.shape[1] if first.ndim == 4 else first.shape[-1]
         values = dict(self.state())
