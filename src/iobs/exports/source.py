@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, NonFiniteError
 from iobs.exports.values import Codes
 from iobs.models import LoadedModel, load
+from iobs.models.loaded import unwritable
 from iobs.models.output import copy_companions
 from iobs.pruning.network.layers import find_layers, library_class
 
@@ -186,7 +187,9 @@ def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, exa
     if isinstance(model, str | Path):
         model = load(model)
     if isinstance(model, nn.Module):
-        model = LoadedModel(model, None, type(model).__name__, "other", None, _refuse_to_write)
+        name = type(model).__name__
+        refuse = unwritable(f"{name} was given as a module, without files that could be copied.")
+        model = LoadedModel(model, None, name, "other", None, refuse)
     return Source(model, bits, example)
 
 
@@ -199,10 +202,6 @@ def _head(module: nn.Module) -> object:
     """Weight of the output head of a model of transformers, or None."""
     head = module.get_output_embeddings() if is_pretrained(module) else None  # type: ignore[operator]
     return getattr(head, "weight", None)
-
-
-def _refuse_to_write(model: LoadedModel, directory: Path) -> None:
-    raise ModelError(f"{model.source} was given as a module, without files that could be copied to {directory}.")
 
 
 def needed(package: str, target: str) -> ModuleType:

@@ -80,6 +80,15 @@ class LoadedModel:
         return length if self.context is None else min(length, self.context)
 
 
+def unwritable(reason: str) -> Callable[[LoadedModel, Path], None]:
+    """The writer of a model that cannot be written: it raises ModelError with a reason."""
+
+    def refuse(model: LoadedModel, directory: Path) -> None:
+        raise ModelError(reason)
+
+    return refuse
+
+
 def parameter_count(module: nn.Module) -> int:
     """Number of parameters; tied parameters count once."""
     return sum(parameter.numel() for parameter in module.parameters())

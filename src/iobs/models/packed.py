@@ -25,7 +25,7 @@ from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
-from iobs.models.loaded import LoadedModel, size_in_bytes
+from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import check_output, copy_companions, output_directory
 from iobs.models.ready import ReadyFile, fill_packed, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
@@ -156,7 +156,8 @@ def open_packed(
                 widen(loaded.module)
         else:
             loaded = _with_matrices(directory, contents, dtype, trust_remote_code)
-    return replace(loaded, source=str(path), writer=_refused)
+    reason = f"{path} is packed and cannot be written again; unpack it first: iobs pack --unpack."
+    return replace(loaded, source=str(path), writer=unwritable(reason))
 
 
 def _with_matrices(
@@ -176,10 +177,6 @@ def _with_matrices(
     )
     contents.place(loaded.module)
     return loaded
-
-
-def _refused(model: LoadedModel, _: Path) -> None:
-    raise ModelError(f"{model.source} is packed and cannot be written again; unpack it first: iobs pack --unpack.")
 
 
 def _ready_file(directory: Path) -> Path | None:

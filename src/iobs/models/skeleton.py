@@ -13,8 +13,8 @@ from torch import nn
 from iobs.core.files import weight_files
 from iobs.core.paths import expanded
 from iobs.errors import ModelError, first_line
-from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
-from iobs.models.loaded import LoadedModel
+from iobs.models.huggingface import context_of, has_tokenizer, load_tokenizer
+from iobs.models.loaded import LoadedModel, unwritable
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_entries
 from iobs.pruning.calibration.blocks import Block
@@ -139,19 +139,9 @@ def without_weights(path: Path, module: nn.Module) -> LoadedModel:
         module: its module, with or without weights.
 
     Raises:
-        ModelError: the directory is damaged.
+        ModelError: the tokenizer's files are damaged.
     """
-    path = expanded(path)
-    check_directory(path, allow_pickle=False)
-    ensure_torchvision()
-    import transformers
-
-    def refuse(model: LoadedModel, folder: Path) -> None:
-        raise ModelError("A model whose weights are not in memory cannot be written.")
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers raises exceptions of every kind
-        raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context_of(config, tokenizer, module), refuse)
+    context = context_of(module.config, tokenizer, module)  # type: ignore[arg-type]
+    refuse = unwritable("A model whose weights are not in memory cannot be written.")
+    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context, refuse)

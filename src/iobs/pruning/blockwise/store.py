@@ -7,6 +7,7 @@ A `BlockSource` has the weights of the blocks that are not on the device: `Memor
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ class ModelSizes:
     writing: int = 0
 
 
-class BlockwiseStore(Store):
+class BlockwiseStore(Store, ABC):
     """A model of which one or two blocks are in the memory of the device at a time.
 
     Hidden states between the blocks have a place of their own. Subclasses keep the changes of a block (`_save`), and
@@ -112,17 +113,17 @@ class BlockwiseStore(Store):
         self._plan: Plan | None = None  # of the run that was checked last, without times
         self._storage = Storage("device", source.device, Path())
 
+    @abstractmethod
     def _save(self, block: Block, changed: Collection[str]) -> None:
         """Keep the values that the changed parameters of a block have on the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """Measure the model.
 
         Raises:
             ModelError: the blocks cannot be run one by one.
         """
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
