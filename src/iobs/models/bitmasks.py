@@ -196,10 +196,10 @@ def _unround(file: Path, target: Path) -> None:
     """Write the dense weights of a file that is ready to run."""
     contents = read_ready(file)
     entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.state.items()}
-    layers = {weight_of(layer): layer for layer in contents.matrices}
+    layers = {weight_of(name): layer for name, layer in contents.layers.items()}
     with ShardWriter(target, entries, {"format": "pt"}) as writer:
         for name in entries:
-            writer.put(name, contents.tensors[name] if name in contents.tensors else contents.dense(layers[name]))
+            writer.put(name, contents.tensors[name] if name in contents.tensors else layers[name].dense())
 
 
 def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:

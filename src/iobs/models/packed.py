@@ -166,7 +166,7 @@ def _with_matrices(
     """A Hugging Face model with stored layers."""
     from iobs.models.huggingface import load_pretrained
 
-    stored = Counter(contents.dtypes.values()).most_common(1)[0][0]
+    stored = Counter(layer.dtype for layer in contents.layers.values()).most_common(1)[0][0]
     loaded = load_pretrained(
         directory,
         dtype=dtype or quick(stored),
