@@ -12,7 +12,7 @@ from iobs.errors import OutputError, ProblemError
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.blockwise.storage import Room, Storage, choose_place
+from iobs.pruning.blockwise.storage import Storage, choose_place
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
 from iobs.pruning.recipe import BlockFit
@@ -28,26 +28,30 @@ def pruned(folder, data, streams="auto", **options):
     return place, load_file(folder / streams / "model.safetensors")
 
 
+def room(device, memory, disk):
+    return {"device": device, "memory": memory, "disk": disk}
+
+
 @pytest.mark.parametrize(
-    ("place", "on_cpu", "room", "found"),
+    ("place", "on_cpu", "free", "found"),
     [
-        ("auto", True, Room(0, 0, 0), "disk"),
-        ("auto", False, Room(100, 0, 0), "device"),
-        ("auto", False, Room(99, 100, 0), "memory"),
-        ("auto", False, Room(99, 99, 100), "disk"),
-        ("device", False, Room(0, 0, 0), "device"),
-        ("memory", True, Room(0, 0, 0), "memory"),
+        ("auto", True, room(0, 0, 0), "disk"),
+        ("auto", False, room(100, 0, 0), "device"),
+        ("auto", False, room(99, 100, 0), "memory"),
+        ("auto", False, room(99, 99, 100), "disk"),
+        ("device", False, room(0, 0, 0), "device"),
+        ("memory", True, room(0, 0, 0), "memory"),
     ],
 )
-def test_place_of_streams_is_the_first_with_room(place, on_cpu, room, found):
-    assert choose_place(place, on_cpu, 100, room) == found
+def test_place_of_streams_is_the_first_with_room(place, on_cpu, free, found):
+    assert choose_place(place, on_cpu, 100, free) == found
 
 
 def test_streams_without_room_or_with_an_unknown_place_are_refused():
     with pytest.raises(OutputError, match="give fewer samples"):
-        choose_place("auto", False, 100, Room(99, 99, 99))
+        choose_place("auto", False, 100, room(99, 99, 99))
     with pytest.raises(ProblemError, match='"auto", "device", "memory" or "disk"'):
-        choose_place("tape", True, 0, Room(0, 0, 0))
+        choose_place("tape", True, 0, room(0, 0, 0))
 
 
 def test_storage_overwrites_a_tensor_of_the_same_name(tmp_path):

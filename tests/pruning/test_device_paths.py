@@ -186,6 +186,6 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
     monkeypatch.setattr(blockwise_store, "current", lambda: Ranks(0, 4))
     monkeypatch.setattr(blockwise_store, "available", lambda: 4000)
     shared = store._room(*where)
-    assert shared.memory == 1000
-    assert shared.disk < room.disk / 3
-    assert shared.device == room.device
+    assert shared["memory"] == 1000
+    assert shared["disk"] < room["disk"] / 3
+    assert shared["device"] == room["device"]

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -75,21 +76,6 @@ def unlock(tensor: Tensor) -> None:
     runtime.cudaHostUnregister(tensor.data_ptr())
 
 
-@dataclass(frozen=True)
-class Room:
-    """Free bytes in each place.
-
-    Args:
-        device: memory of the device, besides what the run itself takes.
-        memory: main memory.
-        disk: of the output.
-    """
-
-    device: int
-    memory: int
-    disk: int
-
-
 def parse_place(name: str) -> Place:
     """The place with a name.
 
@@ -102,7 +88,7 @@ def parse_place(name: str) -> Place:
     raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {name!r}.')
 
 
-def choose_place(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
+def choose_place(place: Place, on_cpu: bool, needed: int, free: Mapping[Place, int]) -> Place:
     """Choose the place of hidden states and fitted parameters.
 
     "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk, because a mapped file
@@ -112,7 +98,7 @@ def choose_place(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
         place: as the user says.
         on_cpu: True if the device of the computations is a CPU.
         needed: bytes.
-        room: free bytes.
+        free: bytes of the device besides what the run itself takes, of main memory, and of the disk, in this order.
 
     Raises:
         ProblemError: there is no such place.
@@ -122,15 +108,13 @@ def choose_place(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
         return place
     if on_cpu:
         return "disk"
-    if needed <= room.device:
-        return "device"
-    if needed <= room.memory:
-        return "memory"
-    if needed <= room.disk:
-        return "disk"
+    for candidate, room in free.items():
+        if needed <= room:
+            return candidate
+    device, memory, disk = (f"{free[candidate] / 1e9:.1f} GB" for candidate in PLACES[1:])
     raise OutputError(
-        f"The hidden states take {needed / 1e9:.1f} GB. The device has {room.device / 1e9:.1f} GB left, main memory "
-        f"{room.memory / 1e9:.1f} GB and the disk {room.disk / 1e9:.1f} GB; free some, or give fewer samples."
+        f"The hidden states take {needed / 1e9:.1f} GB. The device has {device} left, main memory {memory} and the "
+        f"disk {disk}; free some, or give fewer samples."
     )
 
 

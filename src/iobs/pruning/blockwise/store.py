@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
-from iobs.pruning.blockwise.storage import Place, Room, Storage, choose_place, parse_place
+from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.memory_plan import Plan, Sizes, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
@@ -306,13 +306,13 @@ class BlockwiseStore(Store, ABC):
         room = self._room(predicted, sizes.written_bytes)
         return predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
 
-    def _room(self, predicted: Plan, written_bytes: int) -> Room:
+    def _room(self, predicted: Plan, written_bytes: int) -> dict[Place, int]:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
         ranks = current().size
         disk = (shutil.disk_usage(existing(self._disk)).free - written_bytes) // ranks
         memory = available() // ranks - predicted.copied_bytes
         device = 0 if self.device.type == "cpu" else left(self.device) - predicted.peak_bytes
-        return Room(device, memory, disk)
+        return {"device": device, "memory": memory, "disk": disk}
 
     @property
     def _disk(self) -> Path:
