@@ -145,32 +145,33 @@ class Directory:
     def reading_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
         """The bytes that reading tensors in a dtype takes at its peak, besides those of the tensors themselves.
 
-        Tensors that are not converted are read before, from mapped files.
+        Tensors that are only renamed are read before, from mapped files.
         """
-        converted = {name for conversion in self._needed(names) for name in conversion.targets}
-        present = sum(_bytes(self.entries[name], dtype) for name in names if name not in converted)
-        peak = present
+        peak = present = 0
         for conversion in self._needed(names):
-            copies = [_bytes(entry, dtype) for name, entry in conversion.targets.items() if name in names]
-            copied = any(entry.dtype is not _dtype(entry, dtype) for entry in conversion.targets.values())
-            peak = max(peak, present + conversion.reading, present + conversion.bytes + copied * sum(copies))
-            present += sum(copies)
+            copies = sum(_bytes(entry, dtype) for name, entry in conversion.targets.items() if name in names)
+            if conversion.operations:
+                copied = any(entry.dtype is not _dtype(entry, dtype) for entry in conversion.targets.values())
+                peak = max(peak, present + conversion.reading, present + conversion.bytes + copied * copies)
+            present += copies
         return max(0, peak - present)
 
     def writing_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
         """The bytes that writing changed tensors takes at its peak, if they are in memory in a dtype."""
         most = 0
         for conversion in self._needed(names):
-            changed = [entry for name, entry in conversion.targets.items() if name in names]
-            others = sum(entry.bytes for name, entry in conversion.targets.items() if name not in names)
-            rounded = sum(entry.bytes for entry in changed if entry.dtype is not _dtype(entry, dtype))
-            most = max(most, rounded + others + conversion.writing)
+            if conversion.operations:
+                changed = [entry for name, entry in conversion.targets.items() if name in names]
+                others = sum(entry.bytes for name, entry in conversion.targets.items() if name not in names)
+                rounded = sum(entry.bytes for entry in changed if entry.dtype is not _dtype(entry, dtype))
+                most = max(most, rounded + others + conversion.writing)
         return most
 
     def _needed(self, names: Collection[str]) -> list[Conversion]:
         """The conversions of tensors of the module."""
-        conversions = {id(conversion): conversion for name, conversion in self._conversions.items() if name in names}
-        return [*conversions.values()]
+        requested = set(names)
+        needed = {id(conversion): conversion for name, conversion in self._conversions.items() if name in requested}
+        return [*needed.values()]
 
     def stored(self, sources: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors by their name in the files, as mapped files.
