@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from iobs.models.shapes import shapes_of
+from iobs.models.skeleton import shapes_of
 from iobs.pruning.cost.machines import GPUS, Machine, Need, Network, need
 from iobs.pruning.recipe import Recipe
 

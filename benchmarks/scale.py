@@ -30,10 +30,9 @@ import torch
 from scale_report import record
 
 import iobs
-from iobs.models import block_writer
-from iobs.models.shards import Entry, ShardWriter
-from iobs.models.streamed import StreamedModel
+from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.models.weights import Entry, ShardWriter
 from iobs.pruning.allocation.sensitivity import Planner
 from iobs.pruning.calibration import replay as stream
 from iobs.pruning.calibration.gram import Gram
@@ -171,7 +170,7 @@ class Clock(iobs.Callback):
                 (projection, "solve_together", "solves"),
                 (projection, "relative_output_error", "errors"),
                 (StreamedModel, "load", "reading"),
-                (block_writer.BlockWriter, "block", "writing"),
+                (BlockWriter, "block", "writing"),
                 (Fit, "run", "steps of blocks"),
                 (NetworkSteps, "run", "steps of the network"),
             ):

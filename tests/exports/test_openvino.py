@@ -8,7 +8,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ModelError
-from iobs.exports.values import found_codes
+from iobs.exports.values import choose_codes
 
 openvino = pytest.importorskip("openvino")
 pytest.importorskip("onnx")
@@ -55,7 +55,7 @@ def test_convolutional_network_gives_the_outputs_of_its_rounded_weights(tmp_path
     rounded = copy.deepcopy(model)
     for one in rounded:
         if bits is not None and isinstance(one, nn.Linear | nn.Conv2d):
-            one.weight.data = found_codes(one.weight.data.flatten(1), bits).weight.reshape(one.weight.shape)
+            one.weight.data = choose_codes(one.weight.data.flatten(1), bits).weight.reshape(one.weight.shape)
     more = torch.randn(5, 3, 8, 8)
     with torch.no_grad():
         assert torch.allclose(outputs(tmp_path / "out", more), rounded(more), atol=1e-4)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from iobs import models
-from iobs.models.companions import REPORTS, copy_companions, with_licence
+from iobs.models.output import REPORTS, copy_companions, with_licence
 
 
 def test_save_copies_the_files_beside_the_weights(directory, tmp_path):

@@ -11,7 +11,7 @@ import iobs
 from iobs import models
 from iobs.cli import app
 from iobs.errors import ModelError
-from iobs.models.narrower import changes, form_of, narrow
+from iobs.models.factory import changes, form_of, narrow
 
 SOURCE = """
 import torch, transformers

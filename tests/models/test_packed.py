@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import iobs
 from iobs.cli import app
 from iobs.errors import ModelError, OutputError
+from iobs.models.bitmasks import unpack, unpacked_bytes
 from iobs.models.packed import packed_share
-from iobs.models.unpacking import unpack, unpacked_bytes
 
 
 def same_bits(a, b):

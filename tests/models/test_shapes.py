@@ -8,10 +8,10 @@ import torch
 
 import iobs
 from iobs.errors import ModelError
-from iobs.models import streamed_store
-from iobs.models.shapes import shapes_of
+from iobs.models.skeleton import shapes_of
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
+from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.cost.loads import Rates
 from iobs.pruning.cost.machines import GPUS, Machine, need
 from iobs.pruning.recipe import BlockFit
@@ -75,7 +75,7 @@ def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
 )
 def test_directory_and_configuration_foretell_the_same_time(directory, tmp_path, monkeypatch, blocks):
     rates, recipe = Rates(1e6, 1e6, 1e5), ONE_SHOT.but(allocation="block", blocks=blocks)
-    monkeypatch.setattr(streamed_store, "measured_rates", lambda device, dtype, locked: rates)
+    monkeypatch.setattr(blockwise_store, "measured_rates", lambda device, dtype, locked: rates)
     data = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64)}] * 3
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
     plan = store.plan(store.select(None, None, False), data, recipe, 0.25)

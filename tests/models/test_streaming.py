@@ -18,7 +18,7 @@ from iobs.errors import CalibrationError, ModelError, OutputError
 from iobs.models import load, streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
-from iobs.pruning.blockwise.spill import reserve, spilled
+from iobs.pruning.blockwise.storage import reserve, write_mapped
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.memory_plan import Plan
@@ -375,7 +375,7 @@ def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves room for a file")
 def test_offloaded_activations_reserve_disk_space(tmp_path):
-    kept = spilled(tmp_path / "0.hidden", torch.randn(1000, 64))
+    kept = write_mapped(tmp_path / "0.hidden", torch.randn(1000, 64))
     assert (tmp_path / "0.hidden").stat().st_blocks * 512 >= kept.numel() * 4
     with pytest.raises(OSError, match=r"File too large|No space left"):
         reserve(tmp_path / "1.hidden", 2**62)

@@ -1,7 +1,6 @@
-"""Hidden states on the device, in main memory or in files, and calibration batches that are read one at a time."""
+"""Hidden states on the device, in main memory or in files."""
 
 import mmap
-import weakref
 
 import families
 import pytest
@@ -10,10 +9,10 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import OutputError, ProblemError
-from iobs.models import streamed_store
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
-from iobs.pruning.blockwise.spill import Room, Storage, chosen
+from iobs.pruning.blockwise import store as blockwise_store
+from iobs.pruning.blockwise.storage import Storage, choose_place
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
 from iobs.pruning.recipe import BlockFit
@@ -29,26 +28,30 @@ def pruned(folder, data, streams="auto", **options):
     return place, load_file(folder / streams / "model.safetensors")
 
 
+def room(device, memory, disk):
+    return {"device": device, "memory": memory, "disk": disk}
+
+
 @pytest.mark.parametrize(
-    ("place", "on_cpu", "room", "found"),
+    ("place", "on_cpu", "free", "found"),
     [
-        ("auto", True, Room(0, 0, 0), "disk"),
-        ("auto", False, Room(100, 0, 0), "device"),
-        ("auto", False, Room(99, 100, 0), "memory"),
-        ("auto", False, Room(99, 99, 100), "disk"),
-        ("device", False, Room(0, 0, 0), "device"),
-        ("memory", True, Room(0, 0, 0), "memory"),
+        ("auto", True, room(0, 0, 0), "disk"),
+        ("auto", False, room(100, 0, 0), "device"),
+        ("auto", False, room(99, 100, 0), "memory"),
+        ("auto", False, room(99, 99, 100), "disk"),
+        ("device", False, room(0, 0, 0), "device"),
+        ("memory", True, room(0, 0, 0), "memory"),
     ],
 )
-def test_place_of_streams_is_the_first_with_room(place, on_cpu, room, found):
-    assert chosen(place, on_cpu, 100, room) == found
+def test_place_of_streams_is_the_first_with_room(place, on_cpu, free, found):
+    assert choose_place(place, on_cpu, 100, free) == found
 
 
 def test_streams_without_room_or_with_an_unknown_place_are_refused():
     with pytest.raises(OutputError, match="give fewer samples"):
-        chosen("auto", False, 100, Room(99, 99, 99))
+        choose_place("auto", False, 100, room(99, 99, 99))
     with pytest.raises(ProblemError, match='"auto", "device", "memory" or "disk"'):
-        chosen("tape", True, 0, Room(0, 0, 0))
+        choose_place("tape", True, 0, room(0, 0, 0))
 
 
 def test_storage_overwrites_a_tensor_of_the_same_name(tmp_path):
@@ -136,25 +139,6 @@ def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_batches_of_an_iterator_are_in_memory_one_at_a_time(tmp_path):
-    families.saved("llama", tmp_path / "model")
-    data, alive, most = families.language_batches(count=6), weakref.WeakSet(), 0
-
-    def read():
-        nonlocal most
-        for batch in data:
-            ids = batch["input_ids"].clone()
-            alive.add(ids)
-            most = max(most, len(alive))
-            yield {"input_ids": ids}
-            del ids
-
-    _, lazily = pruned(tmp_path, read(), "auto", holdout=0.0)
-    assert most <= 2  # the batch that was read, and the one before it until its name is bound again
-    _, collected = pruned(tmp_path, data, "disk", holdout=0.0)
-    assert all(torch.equal(value, collected[name]) for name, value in lazily.items())
-
-
 def test_plan_names_the_place_of_streams(tmp_path):
     families.saved("llama", tmp_path / "model")
     data = families.language_batches()
@@ -196,7 +180,7 @@ def test_plan_measures_copies_from_files_which_are_not_page_locked(tmp_path, mon
         asked.append(locked)
         return Rates(1.0, 1.0)
 
-    monkeypatch.setattr(streamed_store, "measured_rates", measured)
+    monkeypatch.setattr(blockwise_store, "measured_rates", measured)
     store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / "out")
     store.plan(store.select(None, None, False), families.language_batches(), iobs.Recipe(), 0.0)
     assert asked == [False]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from iobs.models import wide_linear
-from iobs.models.wide_linear import WideLinear
+from iobs.models import sixteen_bits
+from iobs.models.sixteen_bits import WideLinear
 
 
 def widened(bias, dtype):
@@ -22,7 +22,7 @@ def widened(bias, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("part", [1, 24 * 16, 10**6])
 def test_outputs_and_gradients_are_those_of_a_linear_layer(bias, dtype, part, monkeypatch):
-    monkeypatch.setattr(wide_linear, "_PART", part)
+    monkeypatch.setattr(sixteen_bits, "_PART", part)
     layer, twin = widened(bias, dtype)
     given = torch.randn(2, 5, 24).to(dtype)
     pull = torch.randn(2, 5, 70).to(dtype)

@@ -179,13 +179,13 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     for holdout, place in ((0.0, "device"), (0.25, "memory")):
         store._recipe = recipe
-        store.checked(data, chosen, holdout)
+        store.check(data, chosen, holdout)
         assert store._storage.place == place
-    where = plans[0], store.output, plans[0].model_bytes
+    where = plans[0], plans[0].model_bytes
     room = store._room(*where)
     monkeypatch.setattr(blockwise_store, "current", lambda: Ranks(0, 4))
     monkeypatch.setattr(blockwise_store, "available", lambda: 4000)
     shared = store._room(*where)
-    assert shared.memory == 1000
-    assert shared.disk < room.disk / 3
-    assert shared.device == room.device
+    assert shared["memory"] == 1000
+    assert shared["disk"] < room["disk"] / 3
+    assert shared["device"] == room["device"]

@@ -92,8 +92,8 @@ def measured(
         ModelError: the model cannot be loaded, or has no known input.
         OutputError: the disk has too little room for the dense files of a packed model.
     """
+    from iobs.models.bitmasks import unpacked
     from iobs.models.packed import is_packed
-    from iobs.models.unpacking import unpacked
 
     with ExitStack() as stack:
         dense = work.model
@@ -110,7 +110,7 @@ def _have_room(dense: Path) -> bool:
     import torch
 
     from iobs.core.files import weight_files
-    from iobs.models.shards import read_entries
+    from iobs.models.weights import read_entries
     from iobs.pruning.runtime.memory import available
 
     files = weight_files(dense) if dense.is_dir() else []

@@ -30,7 +30,7 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
     """
     from rich.table import Table
 
-    from iobs.cli.offload import show_plan
+    from iobs.cli.by_blocks import show_plan
     from iobs.core.budget import Budget
     from iobs.core.grids import stored_bits
     from iobs.pruning.audit import asked_zeros
@@ -115,7 +115,7 @@ def show_units(loaded: LoadedModel, store: Store, asked: Asked, as_json: bool) -
     named = (options.include, options.ignore)
     wanted = removable.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
     removable.require_possible(store, wanted)  # before the data are read
-    plan = planned_units(store, store.collected(batches_of_run(loaded, options)[2]), wanted)
+    plan = planned_units(store, store.collect_batches(batches_of_run(loaded, options)[2]), wanted)
     if not current().first:
         return
     about = _about_the_units(pattern, plan)

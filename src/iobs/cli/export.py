@@ -63,8 +63,8 @@ def export(
     if to not in TARGETS:
         raise typer.BadParameter(f"{to!r} is not one of {', '.join(TARGETS)}", param_hint="--to")
     if bits is not None and bits not in TARGETS[to].bits:
-        known = ", ".join(map(str, TARGETS[to].bits))
-        raise typer.BadParameter(f"{to} holds {known} bits, not {bits}", param_hint="--bits")
+        choices = ", ".join(map(str, TARGETS[to].bits))
+        raise typer.BadParameter(f"{to} holds {choices} bits, not {bits}", param_hint="--bits")
     loading.require_cpu("files are written from main memory; leave it out")
     sizes = console.shape_of(shape)
     if output is None and not expanded(model).is_dir():
@@ -75,19 +75,19 @@ def export(
     target = output or beside(Path(model), to)
     replaceable = names_to_replace(target, TARGETS[to].weights, overwrite)
     if replaceable and holds(target, Path(model)):
-        told = "this is the directory that is read, or holds it; give another one"
-        raise typer.BadParameter(told, param_hint="--output / -o")
+        reason = "this is the directory that is read, or holds it; give another one"
+        raise typer.BadParameter(reason, param_hint="--output / -o")
     require_packages(to)
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")
     with Steps(f"writing {to}"):
         example = None if sizes is None else zeros(1, *sizes)
-        found = export(loaded, target, to, bits, example, replaceable)
+        written = export(loaded, target, to, bits, example, replaceable)
     if talk.as_json:
-        matrices = [asdict(one) for one in found.matrices]
+        matrices = [asdict(matrix) for matrix in written.matrices]
         console.print_json(
-            {"output": str(target), "to": to, "bytes": found.bytes, "zeros": found.zeros}
-            | {"kept_zeros": found.kept_zeros, "matrices": matrices}
+            {"output": str(target), "to": to, "bytes": written.bytes, "zeros": written.zeros}
+            | {"kept_zeros": written.kept_zeros, "matrices": matrices}
         )
         return
-    console.output_console().print(str(found))
+    console.output_console().print(str(written))

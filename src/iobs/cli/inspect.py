@@ -38,8 +38,8 @@ def inspect(
     from rich.text import Text
 
     from iobs.errors import ModelError
+    from iobs.models.bitmasks import unpacked
     from iobs.models.packed import is_packed
-    from iobs.models.unpacking import unpacked
     from iobs.report import audit_table
     from iobs.report.numbers import percent
 

@@ -63,15 +63,15 @@ def load_to_run(
     )
 
 
-def checked_precision(precision: str | None, spec: str, known: Sequence[str]) -> str:
+def checked_precision(precision: str | None, spec: str, choices: Sequence[str]) -> str:
     """The value of --precision, by default int8.
 
     Raises:
         typer.BadParameter: the value is unknown, or the model is a packed file that is ready to run.
     """
     hint = "--precision"
-    if precision is not None and precision not in known:
-        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(known)}", param_hint=hint)
+    if precision is not None and precision not in choices:
+        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(choices)}", param_hint=hint)
     if precision is not None and is_ready_to_run(spec):
         raise typer.BadParameter(f"{spec} is packed ready to run, and keeps its own precision", param_hint=hint)
     return precision or "int8"
@@ -79,9 +79,9 @@ def checked_precision(precision: str | None, spec: str, known: Sequence[str]) ->
 
 def use_threads(module: nn.Module, threads: int | None) -> None:
     """Let the products of stored layers take a number of threads; None leaves theirs."""
-    for one in module.modules():
-        if threads is not None and isinstance(one, StoredLinear):
-            one.use_threads(threads)
+    for child in module.modules():
+        if threads is not None and isinstance(child, StoredLinear):
+            child.use_threads(threads)
 
 
 def draw_batches(
@@ -89,12 +89,12 @@ def draw_batches(
 ) -> list[Batch]:
     """`calibration_batches`, with a message if the source has fewer samples than requested."""
     batches = calibration_batches(source, loaded, samples=samples, length=length, seed=seed, batch=batch)
-    found = Samples.of(batches).samples
+    drawn = Samples.of(batches).samples
     if isinstance(source, BatchSource):
-        console.say(f"{found} samples to calibrate on: all of {source.name}, as it gives them.")
-    elif found < samples:
+        console.say(f"{drawn} samples to calibrate on: all of {source.name}, as it gives them.")
+    elif drawn < samples:
         kind, what = ("windows", "text") if isinstance(source, TextSource) else ("samples", "data")
-        console.say(f"{found} of {samples} {kind} to calibrate on: the {what} has no more.")
+        console.say(f"{drawn} of {samples} {kind} to calibrate on: the {what} has no more.")
     return batches
 
 

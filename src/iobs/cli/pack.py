@@ -44,9 +44,9 @@ def pack(
     from iobs.cli.progress import Steps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
+    from iobs.models.bitmasks import unpack, unpacked_bytes
     from iobs.models.output import holds
     from iobs.models.packed import packed_share, save_packed
-    from iobs.models.unpacking import unpack, unpacked_bytes
 
     if precision is not None and (back or precision not in PRECISIONS):
         names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"
@@ -55,8 +55,8 @@ def pack(
     out = console.output_console()
     replaceable = names_to_replace(target, _MARKS[back], overwrite)
     if replaceable and holds(target, directory):
-        told = "this is the directory that is read, or holds it; give another one"
-        raise typer.BadParameter(told, param_hint="--output / -o")
+        reason = "this is the directory that is read, or holds it; give another one"
+        raise typer.BadParameter(reason, param_hint="--output / -o")
     if back:
         check_output(target, unpacked_bytes(directory), replaceable)
         with output_directory(target, replaceable) as temporary, Steps("unpacking"):

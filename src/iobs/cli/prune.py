@@ -14,7 +14,7 @@ from iobs.cli import console
 from iobs.cli.method import Method, Wanted, option
 
 if TYPE_CHECKING:
-    from iobs.cli.offload import Streams
+    from iobs.cli.by_blocks import Streams
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
     from iobs.data import Source
@@ -94,8 +94,7 @@ def prune(
     talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml."""
-    from iobs.cli.low_memory import prune_low_memory
-    from iobs.cli.offload import Streams, refuse_streams
+    from iobs.cli.by_blocks import Streams, prune_low_memory, refuse_streams
     from iobs.cli.running import Place, saying_how_to_continue
 
     asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
@@ -222,9 +221,9 @@ def _prune_resident(
     Returns:
         The error of scoring the pruned model, which is written nevertheless.
     """
+    from iobs.cli.by_blocks import plan_of, run_where_it_fits, store_of
     from iobs.cli.dry_run import show_layers, show_units
     from iobs.cli.loading import batches_of_run, checked_device, load_model
-    from iobs.cli.offload import plan_of, run_where_it_fits, store_of
     from iobs.cli.results import write_results
     from iobs.core.structured import Structured
     from iobs.data import open_source
@@ -293,8 +292,8 @@ def _run(
     Returns:
         The report, and the error of the second scoring, which does not lose the pruned model.
     """
+    from iobs.cli.by_blocks import plan_of, show_plan
     from iobs.cli.loading import batches_of_run
-    from iobs.cli.offload import plan_of, show_plan
     from iobs.cli.results import score
     from iobs.cli.running import prune_as_asked
     from iobs.errors import first_line

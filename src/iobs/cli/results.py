@@ -8,7 +8,7 @@ from iobs.cli.progress import Steps
 from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel
-from iobs.models.companions import with_licence
+from iobs.models.output import with_licence
 from iobs.pruning.audit import audit, require_promised
 from iobs.pruning.report import Report
 from iobs.report import render_card, write_report

@@ -1,6 +1,112 @@
-"""Pruned models in the formats of other runtimes: `iobs.export`, one file for each target."""
+"""Pruned models in the formats of other runtimes: `iobs.export`, and one file for each target of its table."""
 
-from iobs.exports.record import Export, Written
-from iobs.exports.targets import TARGETS, Target, export, require_packages
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from iobs.core.paths import expanded
+from iobs.core.quiet import silenced
+from iobs.errors import ModelError
+from iobs.exports.source import Example, Export, Source, Written, needed, source_of
+from iobs.exports.to_compressed_tensors import write_compressed_tensors
+from iobs.exports.to_coreml import write_coreml
+from iobs.exports.to_gguf import write_gguf
+from iobs.exports.to_macko import write_macko
+from iobs.exports.to_onnx import write_onnx
+from iobs.exports.to_openvino import write_openvino
+from iobs.models import LoadedModel, output_directory
+from iobs.pruning.network.selection import require_unstored
 
 __all__ = ["TARGETS", "Export", "Target", "Written", "export", "require_packages"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One format.
+
+    Attributes:
+        write: writes the files into an existing directory, and returns the records of the matrices.
+        bits: numbers of bits that the format can hold.
+        weights: patterns of the files that hold the weights and the graph.
+        what: the runtime that reads it.
+        packages: names of the optional packages that it is written with.
+    """
+
+    write: Callable[[Source, Path], list[Written]]
+    bits: tuple[int, ...]
+    weights: tuple[str, ...]
+    what: str
+    packages: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
+    "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
+    "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
+    "compressed-tensors": Target(
+        write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)
+    ),
+    "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")),
+    "coreml": Target(write_coreml, (16, 32), ("model.mlpackage", "model.mlpackage/**/*"), "Core ML", ("coremltools",)),
+}
+
+
+def require_packages(to: str) -> None:
+    """Raise unless the packages of a target are installed, before a model is read.
+
+    Raises:
+        ModelError: a package is missing; the message has the command that installs it.
+    """
+    for package in TARGETS[to].packages:
+        with silenced(package, logging.CRITICAL, redirect_stderr):  # coremltools lists what only macOS has
+            needed(package, to)
+
+
+def export(
+    model: nn.Module | LoadedModel | str | Path,
+    path: str | Path,
+    to: str,
+    bits: int | None = None,
+    example: Example | None = None,
+    replaceable: Collection[str] = (),
+) -> Export:
+    """Write a pruned model in the format of another runtime. Zeros stay exact zeros.
+
+    Weights on a grid (`iobs.Grid`) are written as their whole numbers and scales where the format has such a type.
+
+    Args:
+        model: a module, a `LoadedModel`, or the name of a model (a directory that `iobs prune` wrote).
+        path: the output directory; it must not exist, or must be empty.
+        to: name of the target, one of `iobs.exports.TARGETS`.
+        bits: of the matrices of layers: 32, 16, 8 or 4, as far as the target has them. 8 and 4 round weights that are
+            not on such a grid. Default: as few as hold a matrix exactly; floating point numbers otherwise.
+        example: input of one forward pass, for targets that trace the model: a tensor, a tuple of positional arguments
+            or a mapping of named ones. Default: made from the configuration of a model of transformers.
+        replaceable: names that may already be in the output directory and will be replaced.
+
+    Raises:
+        ModelError: the target is unknown or cannot hold the model, or a package is not installed.
+        NonFiniteError: a weight is NaN or infinite.
+        OutputError: the output directory is not empty, or cannot be written.
+    """
+    if to not in TARGETS:
+        raise ModelError(f"{to!r} is no target of an export; choose one of {', '.join(TARGETS)}.")
+    target = TARGETS[to]
+    if bits is not None and bits not in target.bits:
+        choices = ", ".join(map(str, target.bits))
+        raise ModelError(f"An export to {to} holds {choices} bits, not {bits!r}.")
+    require_packages(to)
+    source = source_of(model, bits, example)
+    require_unstored(source.module, f"They cannot be written as {to}. Export the dense model.")
+    source.require_finite()
+    with output_directory(Path(path), replaceable) as temporary:
+        written = target.write(source, temporary)
+        files = {file for pattern in target.weights for file in temporary.rglob(pattern) if file.is_file()}
+        size = sum(file.stat().st_size for file in files)
+    return Export(to, expanded(path), size, tuple(written))

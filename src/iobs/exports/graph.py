@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,16 +42,16 @@ class Graph(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         """The logits, or the first output that is not the loss, of the model for these inputs."""
         if not self.named:
-            found = self.model(*tensors)
+            output = self.model(*tensors)
         else:
-            found = self.model(**dict(zip(self.names, tensors, strict=True)), **self.fixed)
-        return logits(_first_with_tensors(found))
+            output = self.model(**dict(zip(self.names, tensors, strict=True)), **self.fixed)
+        return logits(_first_with_tensors(output))
 
 
 def _first_with_tensors(output: object) -> object:
     """The first output inside an output that holds no tensor of its own; other outputs as they are."""
     values = [*output.values()] if isinstance(output, Mapping) else output
-    if not isinstance(values, (tuple, list)) or not values or any(isinstance(one, Tensor) for one in values):
+    if not isinstance(values, (tuple, list)) or not values or any(isinstance(value, Tensor) for value in values):
         return output
     return _first_with_tensors(values[0])
 
@@ -62,15 +63,15 @@ def inputs_of(source: Source) -> Inputs:
         ModelError: neither is there.
     """
     if source.example is not None:
-        tensors = {name: _two(_single(one)) for name, one in _named(source.example).items()}
-        free = {name: {0: "batch"} if one.ndim else {} for name, one in tensors.items()}
+        tensors = {name: _two(_single(tensor)) for name, tensor in _named(source.example).items()}
+        free = {name: {0: "batch"} if tensor.ndim else {} for name, tensor in tensors.items()}
         return Inputs(tensors, free, isinstance(source.example, Mapping))
     shape = (getattr(source.module, "pretrained_cfg", None) or {}).get("input_size")  # of timm
     if shape is not None:
         return Inputs({"input": torch.zeros(2, *shape)}, {"input": {0: "batch"}}, named=False)
     config = getattr(source.module, "config", None)
-    told = hasattr(config, "image_size") or hasattr(config, "vocab_size")  # ResNet, for one, has neither
-    if not is_pretrained(source.module) or config is None or not told:
+    described = hasattr(config, "image_size") or hasattr(config, "vocab_size")  # ResNet, for one, has neither
+    if not is_pretrained(source.module) or config is None or not described:
         raise ModelError(
             "The inputs of this model are unknown. For images say --shape 3,224,224 on the command line. In Python, "
             "give an example of one forward pass: iobs.export(model, directory, target, example=inputs)."
@@ -100,5 +101,12 @@ def _two(tensor: Tensor) -> Tensor:
 def _named(example: Example) -> dict[str, Tensor]:
     if isinstance(example, Mapping):
         return dict(example)
-    found = (example,) if isinstance(example, Tensor) else tuple(example)
-    return {"input" if len(found) == 1 else f"input_{place}": one for place, one in enumerate(found)}
+    tensors = (example,) if isinstance(example, Tensor) else tuple(example)
+    return {"input" if len(tensors) == 1 else f"input_{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def single(module: nn.Module) -> nn.Module:
+    """The module on the CPU in float32, a copy where it is not: few runtimes have all operators in 16 bits."""
+    tensors = (*module.parameters(), *module.buffers())
+    wide = all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in tensors)
+    return module if wide and all(tensor.is_cpu for tensor in tensors) else copy.deepcopy(module).cpu().float()

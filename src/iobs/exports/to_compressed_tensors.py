@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid
 from iobs.errors import ModelError
-from iobs.exports.record import Written
-from iobs.exports.requirements import needed
-from iobs.exports.source import Source, is_pretrained
-from iobs.exports.values import Codes, found_codes
+from iobs.exports.source import Source, Written, is_pretrained, needed
+from iobs.exports.values import Codes, choose_codes
 from iobs.pruning.structure.shapes import built, shapes_of
 
 _FORMAT = "pack-quantized"
@@ -43,22 +41,21 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
     state = dict(module.state_dict())
     written: list[Written] = []
     groups: dict[str, list[str]] = {}
-    for name, transposed in source.matrices().items():
-        weight = state[name].detach().cpu()
-        layer, _, own = name.rpartition(".")  # of nn.MultiheadAttention it is in_proj_weight
-        codes = None
-        if own == "weight" and not transposed and isinstance(module.get_submodule(layer), nn.Linear):
-            codes = found_codes(weight, source.bits, whole=True)
+    for matrix in source.matrices():
+        weight = matrix.weight
+        layer, _, parameter = matrix.name.rpartition(".")  # of nn.MultiheadAttention it is in_proj_weight
+        linear = parameter == "weight" and not matrix.transposed and isinstance(module.get_submodule(layer), nn.Linear)
+        codes = choose_codes(weight, source.bits, whole=True) if linear else None
         if codes is None:
-            written.append(Written.of(name, str(weight.dtype).removeprefix("torch."), weight, weight))
+            written.append(matrix.written(str(weight.dtype).removeprefix("torch.")))
             continue
         scheme = _scheme(codes, weight.shape[1])
         groups.setdefault(json.dumps(scheme), []).append(layer)
         scales = codes.scales.to(weight.dtype)
-        del state[name]
+        del state[matrix.name]
         state |= {f"{layer}.{key}": value for key, value in _packed(package, codes, scales, scheme).items()}
         after = codes.codes.to(scales.dtype) * over_columns(scales, Grid(codes.bits, codes.group), weight.shape[1])
-        written.append(Written.of(name, f"int{codes.bits}", weight, after))
+        written.append(matrix.written(f"int{codes.bits}", after))
     if not groups:
         raise ModelError("No matrix of this model is on a grid of 4 or 8 bits; export with --bits 8 or --bits 4.")
     save_torch_state_dict(state, directory, metadata={"format": "pt"})
@@ -68,7 +65,7 @@ def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
 
 
 def _require_widths(module: nn.Module) -> None:
-    """Check that the configuration has the widths of the model: transformers builds it from there, and loads it then.
+    """Raise unless the configuration has the widths of the model: transformers builds it from there, and loads it then.
 
     Raises:
         ModelError: it has others.
@@ -102,10 +99,10 @@ def _packed(
     """The tensors of a matrix, packed by the library from products of 32 bits, which give the codes back."""
     kinds = needed("compressed_tensors.quantization", "compressed-tensors")
     whole = kinds.QuantizationScheme(targets=["Linear"], weights=kinds.QuantizationArgs(**scheme))
-    found = package.PackedQuantizationCompressor.compress(
+    packed = package.PackedQuantizationCompressor.compress(
         {"weight": codes.weight, "weight_scale": codes.scales}, scheme=whole
     )
-    return {**found, "weight_scale": scales}
+    return {**packed, "weight_scale": scales}
 
 
 def _write_configuration(source: Source, directory: Path, groups: dict[str, list[str]]) -> None:

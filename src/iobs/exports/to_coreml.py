@@ -20,11 +20,8 @@ from torch import Tensor
 from iobs.core.modes import in_eval_mode
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
-from iobs.exports.graph import Graph, Inputs, inputs_of
-from iobs.exports.record import Written
-from iobs.exports.requirements import Foreign, needed
-from iobs.exports.source import Source
-from iobs.exports.to_onnx import single
+from iobs.exports.graph import Graph, Inputs, inputs_of, single
+from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed
 
 FILE = "model.mlpackage"
 _MOST = 64  # samples of a batch
@@ -52,20 +49,19 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
         except Exception as error:  # coremltools raises many types
             raise ModelError(f"coremltools cannot convert {source.model.source}: {first_line(error)}") from error
         model.save(str(directory / FILE))
-        found = _masks(tools, directory / FILE)
+        masks_in_file = _masks(tools, directory / FILE)
     source.copy_files(directory)
-    held = dict(source.module.named_parameters())
-    return [_record(name, held[name].detach().cpu(), kind, found) for name in source.matrices()]
+    return [_record(matrix, kind, masks_in_file) for matrix in source.matrices()]
 
 
 def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Foreign:
     """The model in Core ML, for batches and texts of any length up to a limit."""
     ranges = {"batch": tools.RangeDim(1, _MOST), "tokens": tools.RangeDim(1, _TOKENS)}
     described = []
-    for name, one in inputs.tensors.items():
+    for name, tensor in inputs.tensors.items():
         free = inputs.moving[name]
-        shape = [ranges[free[place]] if place in free else size for place, size in enumerate(one.shape)]
-        dtype = np.float32 if one.is_floating_point() else np.int32
+        shape = [ranges[free[axis]] if axis in free else size for axis, size in enumerate(tensor.shape)]
+        dtype = np.float32 if tensor.is_floating_point() else np.int32
         described.append(tools.TensorType(name=name, shape=shape, dtype=dtype))
     with in_eval_mode(source.module), torch.no_grad(), silenced("transformers"):
         graph = Graph(single(source.module), inputs).eval()
@@ -89,19 +85,18 @@ def _masks(tools: ModuleType, package: Path) -> list[Tensor]:
         specification_version=model.get_spec().specificationVersion,
         file_weights_dir=model.weights_dir,
     )
-    found = []
+    masks = []
     for function in program.functions.values():
         for operation in function.operations:
             if operation.op_type == "constexpr_sparse_to_dense":
                 bits = np.unpackbits(operation.mask.val.view(np.uint8).flatten(), bitorder="little")
-                found.append(torch.from_numpy(bits[: int(np.prod(operation.outputs[0].shape))].astype(bool)))
-    return found
+                masks.append(torch.from_numpy(bits[: int(np.prod(operation.outputs[0].shape))].astype(bool)))
+    return masks
 
 
-def _record(name: str, weight: Tensor, kind: str, masks: list[Tensor]) -> Written:
+def _record(matrix: LayerMatrix, kind: str, masks: list[Tensor]) -> Written:
     """The record of a matrix; its mask in the file is the one with zeros at all of its zeros."""
-    rounded = weight.to(getattr(torch, kind))
-    own = (rounded != 0).flatten()
-    if any(torch.equal(mask, own) for mask in masks):
-        return Written.of(name, f"{kind} with a bit mask", weight, rounded)
-    return Written.of(name, kind, weight, rounded)
+    rounded = matrix.weight.to(getattr(torch, kind))
+    nonzero = (rounded != 0).flatten()
+    masked = any(torch.equal(mask, nonzero) for mask in masks)
+    return matrix.written(f"{kind} with a bit mask" if masked else kind, rounded)

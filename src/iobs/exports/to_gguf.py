@@ -8,19 +8,20 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.exports.gguf_vocabulary import write_vocabulary
-from iobs.exports.record import Written
-from iobs.exports.requirements import Foreign, needed
-from iobs.exports.source import Source
+from iobs.exports.source import Foreign, Source, Written, needed
 from iobs.exports.values import Codes, codes_of, exact_codes
+from iobs.models import Tokenizer
 
 FILE = "model.gguf"
 _BLOCK = 32
@@ -29,6 +30,12 @@ _FIRST = "model.layers.0."  # prefix of the names of the first layer's parameter
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _FILE_TYPES["Q4_0"] = "MOSTLY_Q4_0"
+_BYTE = re.compile(r"^<0x[0-9A-F]{2}>$")
+_NO_MERGE = -1e6  # score of a token that no merge makes
+# Splits of the text before byte pairs are merged, by a part of their regular expression that no other one has.
+_SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{N}| ?[^\s\p{L}\p{N}]+": "qwen2"}
+
+Json = Mapping[str, "Json"] | Sequence["Json"] | str | int | bool | None
 
 
 def write_gguf(source: Source, directory: Path) -> list[Written]:
@@ -45,32 +52,26 @@ def write_gguf(source: Source, directory: Path) -> list[Written]:
     names = gguf.get_tensor_name_map(
         gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type].upper()], config.num_hidden_layers
     )
+    matrices = {matrix.name: matrix for matrix in source.matrices()}
     written: list[Written] = []
-    matrices = source.matrices()
-    types: list[str] = []
-    for name, weight in _parameters(source):
-        layer = name in matrices
-        kind, data, after = _stored(weight, source.bits if layer or source.bits == 32 else None, layer)
-        if layer:
-            written.append(Written.of(name, kind, weight, after))
-            types.append(kind)
-        data = _llama_order(name, data, config)
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if own is None:
+    for name, parameter in source.module.named_parameters():  # a tied head once: llama.cpp uses the embedding for it
+        weight, matrix = parameter.detach().cpu(), matrices.get(name)
+        kind, data, after = _stored(weight, source.bits if matrix or source.bits == 32 else None, matrix is not None)
+        if matrix is not None:
+            written.append(matrix.written(kind, after))
+        llama_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if llama_name is None:
             raise ModelError(f"llama.cpp has no place for the weight {name!r}; export to another target.")
-        writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(llama_name, _llama_order(name, data, config), raw_dtype=gguf.GGMLQuantizationType[kind])
+    types = [matrix.form for matrix in written]
     most = max(sorted(set(types)), key=types.count)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[most]]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _finish(writer)
-    return written
-
-
-def _finish(writer: Foreign) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return written
 
 
 def _checked(source: Source) -> Foreign:
@@ -82,8 +83,8 @@ def _checked(source: Source) -> Foreign:
     config = getattr(source.module, "config", None)
     kind = getattr(config, "model_type", type(source.module).__name__)
     if kind not in _ARCHITECTURES or source.model.task not in ("causal-lm", "other") or config is None:
-        known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"An export to gguf knows language models of the kinds {known}, not {kind!r}; try onnx.")
+        kinds = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"An export to gguf knows language models of the kinds {kinds}, not {kind!r}; try onnx.")
     if source.model.task == "other":
         raise ModelError("A gguf file holds the tokenizer too: give the directory, or the LoadedModel of iobs.load.")
     if config.hidden_act != "silu":
@@ -99,12 +100,12 @@ def _checked(source: Source) -> Foreign:
 
 
 def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
-    """Check that all layers have the shapes of the first, and its MLP that of the configuration: a file has one number.
+    """Raise unless all layers have the shapes of the first, and its MLP the width of the configuration.
 
     Raises:
         ModelError: they do not.
     """
-    shapes = {name: tuple(one.shape) for name, one in module.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     first = {name: shape for name, shape in shapes.items() if name.startswith(_FIRST)}
     alike = all(
         shapes.get(name.replace(_FIRST, f"model.layers.{number}.", 1)) == shape
@@ -133,20 +134,13 @@ def _write_configuration(writer: Foreign, config: Foreign) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _parameters(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by name, a tied head left out: llama.cpp uses the embedding in its place."""
-    for name, parameter in source.module.named_parameters():
-        yield name, parameter.detach().cpu()
-
-
 def _stored(weight: Tensor, bits: int | None, layer: bool) -> tuple[str, np.ndarray, Tensor]:
     """The type of a tensor in the file, its bytes as an array, and the values that a reader computes."""
     if weight.ndim < 2:
         return "F32", weight.float().numpy(), weight.float()
-    found = _quantised(weight, bits) if layer else None
-    if found is not None:
-        kind = "Q4_0" if found.bits == 4 else "Q8_0"
-        return kind, _blocks(found), found.weight
+    codes = _quantised(weight, bits) if layer else None
+    if codes is not None:
+        return "Q4_0" if codes.bits == 4 else "Q8_0", _blocks(codes), codes.weight
     if bits == 32:
         return "F32", weight.float().numpy(), weight.float()
     if weight.dtype == torch.bfloat16:
@@ -166,12 +160,12 @@ def _quantised(weight: Tensor, bits: int | None) -> Codes | None:
     return codes_of(weight, bits, _BLOCK) if bits in (4, 8) else None
 
 
-def _blocks(found: Codes) -> np.ndarray:
+def _blocks(matrix: Codes) -> np.ndarray:
     """Rows of blocks as bytes: the float16 scale, then 32 codes; two codes of 4 bits plus 8 share a byte."""
-    rows, columns = found.codes.shape
-    codes = found.codes.numpy().reshape(rows, columns // _BLOCK, _BLOCK)
-    scales = found.scales.numpy().astype(np.float16)[:, :, None].view(np.uint8)
-    if found.bits == 4:
+    rows, columns = matrix.codes.shape
+    codes = matrix.codes.numpy().reshape(rows, columns // _BLOCK, _BLOCK)
+    scales = matrix.scales.numpy().astype(np.float16)[:, :, None].view(np.uint8)
+    if matrix.bits == 4:
         shifted = (codes + 8).astype(np.uint8)
         data = shifted[:, :, : _BLOCK // 2] | (shifted[:, :, _BLOCK // 2 :] << 4)
     else:
@@ -186,3 +180,104 @@ def _llama_order(name: str, data: np.ndarray, config: Foreign) -> np.ndarray:
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
     halves = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
+
+
+def write_vocabulary(writer: Foreign, gguf: ModuleType, tokenizer: Tokenizer, size: int) -> None:
+    """Write the tokens, their scores or merges, and the special tokens.
+
+    Args:
+        writer: the open writer of gguf.
+        gguf: the package.
+        tokenizer: a fast tokenizer of transformers.
+        size: number of rows of the embedding; numbers without a token get placeholders.
+
+    Raises:
+        ModelError: llama.cpp does not know this kind of tokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError("An export to gguf needs a tokenizer with tokenizer.json; this one has none.")
+    whole = json.loads(backend.to_str())
+    model = whole["model"]
+    if model.get("type") != "BPE":
+        raise ModelError(
+            f"llama.cpp gets byte pair encodings from here, not a tokenizer of the kind {model['type']!r}."
+        )
+    tokens, kinds = _tokens(whole, size, gguf.TokenType)
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    if model.get("byte_fallback"):
+        rank = {"".join(pair): -float(place) for place, pair in reversed([*enumerate(merges)])}
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([rank.get(token, _NO_MERGE) for token in tokens])
+        writer.add_add_space_prefix(_adds_space(whole))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_split(whole))
+        writer.add_token_list(tokens)
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_types(kinds)
+    first = tokenizer(["a"], verbose=False)["input_ids"][0][0]
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id", None)
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(first == getattr(tokenizer, "bos_token_id", None))
+    writer.add_add_eos_token(False)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+
+
+def _tokens(whole: Mapping[str, Json], size: int, kind: Foreign) -> tuple[list[str], list[int]]:
+    """All tokens in the order of their numbers, and the kind of each; `kind` is the enumeration of gguf."""
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    kinds = [int(kind.UNUSED)] * size
+    model, added = whole["model"], whole.get("added_tokens")
+    assert isinstance(model, Mapping)
+    assert isinstance(added, Sequence)
+    vocabulary = model["vocab"]
+    assert isinstance(vocabulary, Mapping)
+    for piece, place in vocabulary.items():
+        assert isinstance(place, int)
+        _require(place, size)
+        byte = bool(_BYTE.match(piece)) and bool(model.get("byte_fallback"))
+        tokens[place], kinds[place] = piece, int(kind.BYTE if byte else kind.NORMAL)
+    for entry in added:
+        assert isinstance(entry, Mapping)
+        number, content = entry["id"], entry["content"]
+        assert isinstance(number, int)
+        assert isinstance(content, str)
+        _require(number, size)
+        unknown = content == model.get("unk_token")
+        special = kind.UNKNOWN if unknown else kind.CONTROL if entry.get("special") else kind.USER_DEFINED
+        tokens[number], kinds[number] = content, int(special)
+    return tokens, kinds
+
+
+def _require(number: int, size: int) -> None:
+    if number >= size:
+        raise ModelError(f"The tokenizer has a token of number {number}, and the embedding has {size} rows.")
+
+
+def _adds_space(whole: Mapping[str, Json]) -> bool:
+    """True if the tokenizer puts a space before the text."""
+    parts = json.dumps([whole.get("normalizer"), whole.get("pre_tokenizer")])
+    return '"Prepend"' in parts or '"prepend_scheme": "always"' in parts or '"prepend_scheme": "first"' in parts
+
+
+def _split(whole: Mapping[str, Json]) -> str:
+    """The name in llama.cpp of the split of the text before bytes are merged.
+
+    Raises:
+        ModelError: the split is unknown.
+    """
+    parts = whole.get("pre_tokenizer")
+    text = json.dumps(parts, ensure_ascii=False).replace("\\\\", "\\")
+    for mark, name in _SPLITS.items():
+        if mark in text:
+            return name
+    if isinstance(parts, Mapping) and parts.get("type") == "ByteLevel":
+        return "gpt-2"
+    raise ModelError("llama.cpp does not know how this tokenizer splits a text; export to another target.")

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.exports.record import Written
-from iobs.exports.source import Source, is_pretrained
+from iobs.exports.source import Source, Written, is_pretrained
 
 FILE = "macko_model.pt"
 _PLACES = (".self_attn.", ".mlp.")  # modules whose matrices the reader of MACKO expects in its form
@@ -31,20 +30,24 @@ def write_macko(source: Source, directory: Path) -> list[Written]:
         ModelError: the model has no such matrices, or a weight is too large for float16.
     """
     module = source.module
-    places = [name for name in source.matrices() if any(one in name for one in _PLACES)]
-    names = {name for name in places if isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear)}
-    if not is_pretrained(module) or not names:
+    inside = [matrix for matrix in source.matrices() if any(place in matrix.name for place in _PLACES)]
+    linear = {
+        matrix.name: matrix
+        for matrix in inside
+        if isinstance(module.get_submodule(matrix.name.rpartition(".")[0]), nn.Linear)
+    }
+    if not is_pretrained(module) or not linear:
         raise ModelError("An export to macko needs a language model with layers in self_attn and mlp; try onnx.")
     state: dict[str, Tensor] = {}
     written = []
     for name, tensor in module.state_dict().items():
         half = _half(name, tensor.detach().cpu())
-        if name not in names:
+        if name not in linear:
             state[name] = half
             continue
-        for place, part in enumerate(packed(half)):
-            state[f"{name.removesuffix('weight')}c_{place}"] = part
-        written.append(Written.of(name, "float16", tensor.cpu(), half))
+        for number, part in enumerate(packed(half)):
+            state[f"{name.removesuffix('weight')}c_{number}"] = part
+        written.append(linear[name].written("float16", half))
     torch.save(state, directory / FILE)
     source.copy_files(directory)
     return written
@@ -90,7 +93,7 @@ def packed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _half(name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    found = tensor.to(torch.float16)
-    if not bool(torch.isfinite(found).all()):
+    half = tensor.to(torch.float16)
+    if not bool(torch.isfinite(half).all()):
         raise ModelError(f"The weight {name!r} is too large for float16, the only type of macko.")
-    return found
+    return half

@@ -8,7 +8,6 @@ Operator: https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html.
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Mapping
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 from iobs.core.modes import in_eval_mode
 from iobs.core.quiet import silenced
 from iobs.errors import ModelError, first_line
-from iobs.exports.graph import Graph, Inputs, inputs_of
-from iobs.exports.record import Written
-from iobs.exports.requirements import Foreign, needed
-from iobs.exports.source import Source, flat
-from iobs.exports.values import found_codes, in_pairs
+from iobs.exports.graph import Graph, Inputs, inputs_of, single
+from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed
+from iobs.exports.values import choose_codes, in_pairs
 
 FILE = "model.onnx"
 _OPSET = 21
@@ -42,11 +39,7 @@ def write_onnx(source: Source, directory: Path) -> list[Written]:
     """
     onnx = needed("onnx", "onnx")
     graph = traced(source)
-    held = dict(source.module.named_parameters())
-    written = [
-        _replaced(onnx, graph, name, held[name].detach().cpu(), transposed, source.bits)
-        for name, transposed in source.matrices().items()
-    ]
+    written = [_replaced(onnx, graph, matrix, source.bits) for matrix in source.matrices()]
     large = graph.ByteSize() > _LARGE
     onnx.save_model(graph, str(directory / FILE), save_as_external_data=large, location=f"{FILE}_data")
     source.copy_files(directory)
@@ -65,7 +58,7 @@ def traced(source: Source) -> Foreign:
     inputs = inputs_of(source)
     names = tuple(inputs.tensors)
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
-    moving = tuple({place: dims[name] for place, name in inputs.moving[one].items()} for one in names)
+    moving = tuple({axis: dims[free] for axis, free in inputs.moving[name].items()} for name in names)
     with silenced("torch.onnx"), in_eval_mode(source.module):
         graph = Graph(single(source.module), inputs).eval()
         _try(graph, inputs, source.model.source)
@@ -102,17 +95,17 @@ def _try(graph: Graph, inputs: Inputs, name: str) -> None:
         with torch.no_grad():
             graph(*inputs.tensors.values())
     except Exception as error:  # the model's own
-        shapes = ", ".join(f"{one} {tuple(tensor.shape)}" for one, tensor in inputs.tensors.items())
+        shapes = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in inputs.tensors.items())
         raise ModelError(f"{name} does not take the inputs {shapes}: {first_line(error)}") from error
 
 
 def _warn_of_fixed(model: Foreign, moving: Mapping[str, Mapping[int, str]]) -> None:
     """Warn of dimensions of inputs that the tracer took for constants: the file runs with these sizes alone."""
     fixed = [
-        f"{one.name}: {name} = {one.type.tensor_type.shape.dim[place].dim_value}"
-        for one in model.graph.input
-        for place, name in moving.get(one.name, {}).items()
-        if not one.type.tensor_type.shape.dim[place].dim_param
+        f"{tensor.name}: {name} = {tensor.type.tensor_type.shape.dim[axis].dim_value}"
+        for tensor in model.graph.input
+        for axis, name in moving.get(tensor.name, {}).items()
+        if not tensor.type.tensor_type.shape.dim[axis].dim_param
     ]
     if fixed:
         warnings.warn(
@@ -122,7 +115,7 @@ def _warn_of_fixed(model: Foreign, moving: Mapping[str, Mapping[int, str]]) -> N
         )
 
 
-def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Module | torch.export.ExportedProgram:
+def _captured(graph: nn.Module, inputs: tuple[Tensor, ...], shapes: Any) -> nn.Module | torch.export.ExportedProgram:
     """The graph as captured by torch.export; itself if only the exporter of ONNX can capture it.
 
     The exporter itself never reads the code of a model (strict=True), and takes len(inputs) for a constant.
@@ -130,50 +123,41 @@ def _captured(graph: nn.Module, given: tuple[Tensor, ...], shapes: Any) -> nn.Mo
     for strict in (False, True):
         with silenced("torch._guards", logging.CRITICAL):  # an attempt that fails also logs its traceback
             try:
-                return torch.export.export(graph, given, dynamic_shapes=shapes, strict=strict)
+                return torch.export.export(graph, inputs, dynamic_shapes=shapes, strict=strict)
             except Exception:  # torch raises many types
                 continue
     return graph
 
 
-def single(module: nn.Module) -> nn.Module:
-    """The module on the CPU in float32, a copy where it is not: few runtimes have all operators in 16 bits."""
-    held = (*module.parameters(), *module.buffers())
-    wide = all(one.dtype == torch.float32 or not one.is_floating_point() for one in held)
-    return module if wide and all(one.is_cpu for one in held) else copy.deepcopy(module).cpu().float()
-
-
-def _replaced(
-    onnx: ModuleType, model: Foreign, name: str, weight: Tensor, transposed: bool, bits: int | None
-) -> Written:
+def _replaced(onnx: ModuleType, model: Foreign, matrix: LayerMatrix, bits: int | None) -> Written:
     """Replace a matrix in the graph by integers and their scales, where it has such."""
-    stored = next((one for one in model.graph.initializer if one.name == f"model.{name}"), None)
-    found = None if stored is None else found_codes(flat(weight, transposed), bits)
-    if found is None or stored is None:
-        return Written.of(name, "float32", weight, weight)
+    stored = next((tensor for tensor in model.graph.initializer if tensor.name == f"model.{matrix.name}"), None)
+    coded = None if stored is None else choose_codes(matrix.rows, bits)
+    if coded is None or stored is None:
+        return matrix.written("float32")
     model.graph.initializer.remove(stored)
-    axis = 0 if transposed else 1
-    codes = found.codes.t() if transposed else found.codes
-    scales = found.scales.t() if transposed else found.scales
+    axis = 0 if matrix.transposed else 1
+    codes = coded.codes.t() if matrix.transposed else coded.codes
+    scales = coded.scales.t() if matrix.transposed else coded.scales
     whole = scales.shape[axis] == 1  # one scale for each output
-    kind = onnx.TensorProto.INT4 if found.bits == 4 else onnx.TensorProto.INT8
-    own = onnx.numpy_helper.from_array
+    kind = onnx.TensorProto.INT4 if coded.bits == 4 else onnx.TensorProto.INT8
+    from_array = onnx.numpy_helper.from_array
     model.graph.initializer.append(_integers(onnx, f"{stored.name}.codes", codes, kind))
     scale = np.ascontiguousarray(scales.flatten().numpy() if whole else scales.numpy())
-    model.graph.initializer.append(own(scale.astype(np.float32), f"{stored.name}.scales"))
-    blocks = {"axis": 1 - axis} if whole else {"axis": axis, "block_size": found.group}
-    same = tuple(codes.shape) == tuple(weight.shape)
+    model.graph.initializer.append(from_array(scale.astype(np.float32), f"{stored.name}.scales"))
+    blocks = {"axis": 1 - axis} if whole else {"axis": axis, "block_size": coded.group}
+    shape = tuple(matrix.parameter.shape)
+    same = tuple(codes.shape) == shape
     result = stored.name if same else f"{stored.name}.matrix"
     nodes = [
         onnx.helper.make_node("DequantizeLinear", [f"{stored.name}.codes", f"{stored.name}.scales"], [result], **blocks)
     ]
     if not same:  # a kernel of a convolution
-        shape = own(np.array(weight.shape, dtype=np.int64), f"{stored.name}.shape")
-        model.graph.initializer.append(shape)
-        nodes.append(onnx.helper.make_node("Reshape", [result, shape.name], [stored.name]))
+        model.graph.initializer.append(from_array(np.array(shape, dtype=np.int64), f"{stored.name}.shape"))
+        nodes.append(onnx.helper.make_node("Reshape", [result, f"{stored.name}.shape"], [stored.name]))
     for node in reversed(nodes):
         model.graph.node.insert(0, node)
-    return Written.of(name, f"int{found.bits}", flat(weight, transposed), found.weight)
+    return matrix.written_as(coded)
 
 
 def _integers(onnx: ModuleType, name: str, codes: Tensor, kind: int) -> Foreign:

@@ -55,7 +55,7 @@ def codes_of(weight: Tensor, bits: int, group: int) -> Codes:
     return exact_codes(weight, bits, group) or nearest_codes(weight, bits, group)
 
 
-def found_codes(matrix: Tensor, bits: int | None, whole: bool = False) -> Codes | None:
+def choose_codes(matrix: Tensor, bits: int | None, whole: bool = False) -> Codes | None:
     """The codes of a matrix for formats with any group: its own, or the nearest ones if bits are given.
 
     Args:
@@ -67,9 +67,9 @@ def found_codes(matrix: Tensor, bits: int | None, whole: bool = False) -> Codes 
     groups = [group for group in _GRIDS if group < columns and not (whole and columns % group)]
     for count in (4, 8) if bits is None else (bits,):
         for group in (columns, *groups):
-            found = exact_codes(matrix, count, group)
-            if found is not None:
-                return found
+            codes = exact_codes(matrix, count, group)
+            if codes is not None:
+                return codes
     if bits is None:
         return None
     return nearest_codes(matrix, bits, columns if bits == 8 or groups[-1:] != [_GROUP] else _GROUP)
@@ -96,8 +96,8 @@ def nearest_codes(weight: Tensor, bits: int, group: int) -> Codes:
     best, error = _half(largest), torch.full_like(largest, torch.inf)
     for step in range(_FACTORS if bits <= 4 else 1):
         scale = _half(largest * (1 - 0.5 * step / _FACTORS))
-        found = (_codes(table, scale, grid) * scale - table).square().sum(1, keepdim=True)
-        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+        squares = (_codes(table, scale, grid) * scale - table).square().sum(1, keepdim=True)
+        best, error = torch.where(squares < error, scale, best), torch.minimum(squares, error)
     codes = _codes(table, best, grid).to(torch.int8).reshape(rows, -1)[:, :columns].contiguous()
     return Codes(codes, best.reshape(rows, groups), group, bits, False)
 

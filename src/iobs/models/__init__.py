@@ -9,9 +9,9 @@ import torch
 from iobs.core.paths import expanded
 from iobs.errors import ModelError
 from iobs.models import factory
-from iobs.models.halves import widen
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
 from iobs.models.output import beside, check_output, make_folder, names_to_replace, output_directory
+from iobs.models.sixteen_bits import widen
 from iobs.models.vision_shim import ensure_torchvision
 
 __all__ = [

@@ -6,7 +6,7 @@ Hub files of mixtures hold one tensor per expert, of which the module makes one;
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.models.conversion_bytes import with_peak
-from iobs.models.shards import Entry
+from iobs.models.weights import Entry
 
 _Converted: TypeAlias = Mapping[str, Tensor | list[Tensor]]
 _CUT = 64  # entries along the last axis of the tensors that a conversion is tried on
@@ -34,6 +33,7 @@ class Converter(Renaming, Protocol):
     """Rule of transformers that makes tensors of other tensors, a `WeightConverter`."""
 
     source_patterns: list[str]
+    operations: list[object]
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Tensor, /) -> None:
         """Give a tensor."""
@@ -71,10 +71,13 @@ class Rule:
         converter = deepcopy(self.converter)
         for name, pattern in self.patterns.items():
             converter.add_tensor(self.renamed, name, pattern, tensors[name])
-        found = converter.convert(self.renamed, model=self.module, config=self.module.config)
-        found = found[0] if isinstance(found, tuple) else found
-        single = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        result = converter.convert(self.renamed, model=self.module, config=self.module.config)
+        result = result[0] if isinstance(result, tuple) else result
+        single = {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
         return {self.names.get(name, name): value for name, value in single.items()}
+
+
+_Convert = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,29 @@ class Conversion:
         targets: tensors in the module.
         forward: from the files to the module.
         backward: from the module to the files.
-        reading: most bytes that new tensors take during the conversion forward, with its results.
-        writing: the same backward.
+        operations: number of operations on numbers, each of which makes a copy; 0: a tensor has another name.
     """
 
     sources: Mapping[str, Entry]
     targets: Mapping[str, Entry]
-    forward: Rule
-    backward: Rule
-    reading: int
-    writing: int
+    forward: _Convert
+    backward: _Convert
+    operations: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors in the module."""
+        return sum(entry.bytes for entry in self.targets.values())
+
+    @property
+    def reading(self) -> int:
+        """Most bytes of new tensors during the conversion forward, with its results."""
+        return self.operations * self.bytes
+
+    @property
+    def writing(self) -> int:
+        """Most bytes of new tensors during the conversion backward; the last operation divides a stack into views."""
+        return max(0, self.operations - 1) * self.bytes
 
     def require_exact(self) -> None:
         """Convert random bytes to the module and back: of narrow tensors, of whole ones if these do not come back.
@@ -109,86 +125,97 @@ class Conversion:
     def _exact(self, most: int | None) -> bool:
         """Check that random bytes come back; the last axis has at most `most` entries."""
         draws = torch.Generator().manual_seed(0)
-        given = {}
+        tensors = {}
         for name, entry in self.sources.items():
             shape = (*entry.shape[:-1], min(most or entry.shape[-1], entry.shape[-1])) if entry.shape else ()
-            given[name] = torch.randint(256, shape, dtype=torch.uint8, generator=draws)
+            tensors[name] = torch.randint(256, shape, dtype=torch.uint8, generator=draws)
         try:
-            again = self.backward(self.forward(given))
+            again = self.backward(self.forward(tensors))
         except Exception:  # rules of transformers raise exceptions of every kind
             return False
-        return all(torch.equal(again[name], value) for name, value in given.items())
+        return all(torch.equal(again[name], value) for name, value in tensors.items())
 
 
-def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> tuple[dict[str, str], list[Conversion]]:
-    """The names of the module for tensors in files, and the conversions of tensors that change.
+def renaming(source: str, target: str, entry: Entry) -> Conversion:
+    """The conversion of a tensor that only gets another name, or keeps its own."""
+    forward = _NewNames({source: target})
+    return Conversion({source: entry}, {target: entry}, forward, _NewNames({target: source}))
+
+
+@dataclass(frozen=True)
+class _NewNames:
+    """Give tensors other names."""
+
+    names: Mapping[str, str]
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[old] for old, name in self.names.items()}
+
+
+def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> list[Conversion]:
+    """The conversions of tensors in files to those of a module, by the rules of transformers.
 
     Args:
         module: a model of transformers.
         entries: the tensors in the files.
-
-    Returns:
-        The module's name of every tensor that is only renamed, or kept, and the conversions of all others.
 
     Raises:
         ModelError: tensors of the files cannot be converted, or not back.
     """
     state = module.state_dict()
     if all(name in state for name in entries):
-        return {name: name for name in entries}, []
+        return [renaming(name, name, entry) for name, entry in entries.items()]
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(module)  # type: ignore[arg-type]
-    renamings = [one for one in rules if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in rules if isinstance(one, loading.WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     prefix = getattr(module, "base_model_prefix", None)
-    names: dict[str, str] = {}
+    conversions: list[Conversion] = []
     groups: dict[str, dict[str, str]] = defaultdict(dict)  # by the first target: the pattern of every source
     for name in sorted(entries, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state or (target != name and target in entries):
-            names[name] = name  # without a place in the module, or beside the tensor of that place
+            conversions.append(renaming(name, name, entries[name]))  # without a place in the module, or beside another
         elif pattern is None:
-            names[name] = target
+            conversions.append(renaming(name, target, entries[name]))
         else:
             groups[target][name] = pattern
-    found, exact = [], set[int]()
+    exact = set[int]()
     for target, patterns in groups.items():
-        converter = next(one for one in converters if next(iter(patterns.values())) in one.source_patterns)
+        converter = next(rule for rule in converters if next(iter(patterns.values())) in rule.source_patterns)
         forward = Rule(cast(Converter, converter), target, patterns, module, {})
         sources = {name: entries[name] for name in patterns}
-        converted, reading = _converted(forward, sources, state)
-        found.append(_with_way_back(forward, sources, converted, renamings, prefix, reading))
+        converted = _converted(forward, sources, state)
+        conversions.append(_with_way_back(forward, sources, converted, renamings, prefix))
         if id(converter) not in exact:  # once, before any work; all blocks have the same rule
-            found[-1].require_exact()
+            conversions[-1].require_exact()
             exact.add(id(converter))
-    _require_one_source(names, found)
-    return names, found
+    _require_one_source(conversions)
+    return conversions
 
 
-def _converted(
-    forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], int]:
-    """The tensors of the module that tensors of the files make up, without numbers, and the bytes of the conversion.
+def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the module that tensors of the files make up, without numbers.
 
     Raises:
         ModelError: some are missing, or the configuration has other sizes.
     """
     empty = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in sources.items()}
     try:
-        converted, reading = with_peak(forward, empty)
+        converted = forward(empty)
     except Exception:  # rules of transformers raise exceptions of every kind
-        converted, reading = {}, 0
+        converted = {}
     wrong = [name for name, tensor in converted.items() if name not in state or tensor.shape != state[name].shape]
     if wrong or not converted:
         raise ModelError(
             f"{len(sources)} tensors of the files, {next(iter(sources))} the first, do not make up {forward.renamed}: "
             "some are missing, or the configuration has other sizes; complete the files."
         )
-    return converted, reading
+    return converted
 
 
 def _with_way_back(
@@ -197,7 +224,6 @@ def _with_way_back(
     converted: Mapping[str, Tensor],
     renamings: Iterable[Renaming],
     prefix: str | None,
-    reading: int,
 ) -> Conversion:
     """The conversion with its inverse, after that was tried on the converted tensors without numbers.
 
@@ -212,21 +238,21 @@ def _with_way_back(
         interim = {f"{prefix}.{_renamed(name, renamings)}": name for name in sources}
         interim |= {_renamed(name, renamings): name for name in sources}
         first = next(iter(renamed.values()))[0]
-        backward = Rule(reverse, first, {name: str(one[1]) for name, one in renamed.items()}, forward.module, interim)
-        stored, writing = with_peak(backward, converted)
-        again = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        patterns = {name: str(pattern) for name, (_, pattern) in renamed.items()}
+        backward = Rule(reverse, first, patterns, forward.module, interim)
+        again = {name: tuple(tensor.shape) for name, tensor in backward(converted).items()}
     except Exception as error:  # rules of transformers raise exceptions of every kind
         raise _no_way_back(next(iter(sources)), error) from error
     if again != {name: entry.shape for name, entry in sources.items()}:
         raise _no_way_back(next(iter(sources)))
     targets = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in converted.items()}
-    return Conversion(sources, targets, forward, backward, reading, writing)
+    return Conversion(sources, targets, forward, backward, len(forward.converter.operations))
 
 
 def _renamed(name: str, renamings: Iterable[Renaming]) -> str:
     """A name after all renamings, which a converter is applied to."""
-    for one in renamings:
-        name = one.rename_source_key(name)[0]
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
     return name
 
 
@@ -238,15 +264,14 @@ def _no_way_back(name: str, error: Exception | None = None) -> ModelError:
     )
 
 
-def _require_one_source(names: Mapping[str, str], conversions: Iterable[Conversion]) -> None:
-    """Check that no tensor of the module comes from two places.
+def _require_one_source(conversions: Iterable[Conversion]) -> None:
+    """Raise if a tensor of the module comes from two places.
 
     Raises:
         ModelError: names it.
     """
-    targets = [*names.values(), *(name for one in conversions for name in one.targets)]
     seen: set[str] = set()
-    for name in targets:
+    for name in (name for conversion in conversions for name in conversion.targets):
         if name in seen:
             raise ModelError(f"Several tensors of the files become {name}; prune the model in memory instead.")
         seen.add(name)

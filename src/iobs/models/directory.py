@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.errors import ModelError, first_line
-from iobs.models.conversions import Conversion, find_conversions
+from iobs.models.conversions import Conversion, find_conversions, renaming
 from iobs.models.huggingface import check_directory
-from iobs.models.shards import Entry, read_entries
+from iobs.models.weights import Entry, read_entries
 
 
 @dataclass
@@ -42,9 +42,7 @@ class Directory:
     def __post_init__(self) -> None:
         for file in check_directory(self.path, allow_pickle=False):
             self.shards[file], self.metadata[file] = read_entries(file)
-            self.entries |= self.shards[file]
-        self._names = {name: name for name in self.entries}  # in the module, of every tensor that is not converted
-        self._sources = self._names
+        self._convert_by([renaming(name, name, entry) for name, entry in self._stored_entries().items()])
 
     def use_names_of(self, module: nn.Module) -> None:
         """Name the tensors as a module of transformers does.
@@ -52,20 +50,24 @@ class Directory:
         Raises:
             ModelError: tensors of the files cannot be converted to those of the module and back.
         """
-        self._names, conversions = find_conversions(module, self.entries)
-        self._sources = {name: source for source, name in self._names.items()}
-        self._conversions = {name: one for one in conversions for name in one.targets}
-        self.entries = {self._names[name]: entry for name, entry in self.entries.items() if name in self._names}
-        self.entries |= {name: entry for one in conversions for name, entry in one.targets.items()}
+        self._convert_by(find_conversions(module, self._stored_entries()))
+
+    def _stored_entries(self) -> dict[str, Entry]:
+        """All tensors by their name in the files."""
+        return {name: entry for entries in self.shards.values() for name, entry in entries.items()}
+
+    def _convert_by(self, conversions: Sequence[Conversion]) -> None:
+        self._conversions = {name: conversion for conversion in conversions for name in conversion.targets}
+        self.entries = {name: entry for conversion in conversions for name, entry in conversion.targets.items()}
 
     def read(
         self,
-        names: Sequence[str],
+        names: Collection[str],
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Read tensors to a device, in the order of files; floating tensors are converted to `dtype` if given.
+        """Read tensors to a device; floating tensors are converted to `dtype` if given.
 
         Args:
             names: of the tensors in the module.
@@ -77,93 +79,99 @@ class Directory:
         Raises:
             ModelError: a file has vanished or changed since it was opened.
         """
-        wanted = set(names)
-        for source, stored in self.stored({self._sources[name] for name in wanted if name in self._sources}):
-            copied = not (mapped and stored.ndim > 1)
-            yield self._names[source], stored.to(device, _dtype(stored, dtype), copy=copied)
-        for conversion in self._needed(wanted):
-            yield from self._converted(conversion, wanted, device, dtype)
+        requested = set(names)
+        for conversion in self._needed(requested):  # none of its tensors is in memory when the next one begins
+            yield from self._read(conversion, requested, device, dtype, mapped)
 
-    def _converted(
-        self, conversion: Conversion, wanted: Collection[str], device: str | torch.device, dtype: torch.dtype | None
+    def _read(
+        self,
+        conversion: Conversion,
+        names: Collection[str],
+        device: str | torch.device,
+        dtype: torch.dtype | None,
+        mapped: bool,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Wanted results of a conversion; none of its tensors is in memory when the next one begins."""
+        """Those tensors that a conversion makes and that have the names."""
         for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
-            if name in wanted:
-                yield name, tensor.to(device, _dtype(tensor, dtype)).contiguous()
+            if name in names:
+                copied = not conversion.operations and not (mapped and tensor.ndim > 1)
+                yield name, tensor.to(device, _dtype(tensor, dtype), copy=copied).contiguous()
+
+    def write(
+        self, names: Collection[str], changed: Mapping[str, Tensor], arithmetic: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor, str | None]]:
+        """The tensors to write into the files: changed ones, and all others bit for bit as they are stored.
+
+        Args:
+            names: in the module. Of tensors that are converted together all are written.
+            changed: tensors of the module by name, for some of the names.
+            arithmetic: dtype that the changed tensors have been rounded to. Parts of a converted tensor that only this
+                has changed, such as an expert that was left out, are written as they are stored.
+
+        Yields:
+            The name in the files, the tensor, and its name in the module; None for a tensor that is converted.
+
+        Raises:
+            ModelError: as `read`.
+        """
+        for conversion in self._needed(names):  # none of its tensors is in memory when the next one begins
+            yield from self._write(conversion, changed, arithmetic)
+
+    def _write(
+        self, conversion: Conversion, changed: Mapping[str, Tensor], arithmetic: torch.dtype | None
+    ) -> Iterator[tuple[str, Tensor, str | None]]:
+        """The tensors of the files that belong to a conversion."""
+        present = changed.keys() & conversion.targets.keys()
+        if present:
+            tensors = dict(self.read(conversion.targets.keys() - present))
+            tensors |= {name: changed[name].detach().cpu().to(self.entries[name].dtype) for name in present}
+            pairs: Iterable[tuple[str, Tensor]] = conversion.backward(tensors).items()
+        else:
+            pairs = self.stored(conversion.sources)
+        (target, *_) = conversion.targets
+        for name, tensor in pairs:
+            if conversion.operations and present and arithmetic is not None:
+                tensor = self._unrounded(name, tensor, arithmetic)
+            yield name, tensor, None if conversion.operations else target
+
+    def _unrounded(self, source: str, tensor: Tensor, arithmetic: torch.dtype) -> Tensor:
+        """The stored tensor if this one differs from it by rounding to `arithmetic` alone; otherwise this one."""
+        if torch.promote_types(arithmetic, tensor.dtype) is not arithmetic:
+            for _, stored in self.stored([source]):
+                if torch.equal(stored.to(arithmetic).to(stored.dtype), tensor.to(stored.dtype)):
+                    return stored
+        return tensor
 
     def reading_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
         """The bytes that reading tensors in a dtype takes at its peak, besides those of the tensors themselves.
 
-        Tensors that are not converted are read before, from mapped files.
+        Tensors that are only renamed are read before, from mapped files.
         """
-        converted = {name for one in self._needed(names) for name in one.targets}
-        present = sum(_bytes(self.entries[name], dtype) for name in names if name not in converted)
-        peak = present
-        for one in self._needed(names):
-            stored = sum(entry.bytes for entry in one.targets.values())
-            copies = [_bytes(entry, dtype) for name, entry in one.targets.items() if name in names]
-            copied = any(entry.dtype is not _dtype(entry, dtype) for entry in one.targets.values())
-            peak = max(peak, present + one.reading, present + stored + copied * sum(copies))
-            present += sum(copies)
+        peak = present = 0
+        for conversion in self._needed(names):
+            copies = sum(_bytes(entry, dtype) for name, entry in conversion.targets.items() if name in names)
+            if conversion.operations:
+                copied = any(entry.dtype is not _dtype(entry, dtype) for entry in conversion.targets.values())
+                peak = max(peak, present + conversion.reading, present + conversion.bytes + copied * copies)
+            present += copies
         return max(0, peak - present)
 
     def writing_bytes(self, names: Collection[str], dtype: torch.dtype) -> int:
         """The bytes that writing changed tensors takes at its peak, if they are in memory in a dtype."""
-        found = 0
-        for one in self._needed(names):
-            given = [entry for name, entry in one.targets.items() if name in names]
-            others = sum(entry.bytes for name, entry in one.targets.items() if name not in names)
-            rounded = sum(entry.bytes for entry in given if entry.dtype is not _dtype(entry, dtype))
-            found = max(found, rounded + others + one.writing)
-        return found
-
-    def unchanged(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors as they are in the files, by their name in the files.
-
-        Args:
-            names: in the module. Of tensors that are converted together all are read.
-
-        Raises:
-            ModelError: as `read`.
-        """
-        wanted = {self._sources[name] for name in names if name in self._sources}
-        yield from self.stored(wanted.union(*(one.sources for one in self._needed(names))))
-
-    def changed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the module as they are written into the files, by their name in the files.
-
-        Args:
-            tensors: by their name in the module. Tensors that are converted together with them are read.
-
-        Raises:
-            ModelError: as `read`.
-        """
-        for name, tensor in tensors.items():
-            if name in self._sources:
-                yield self._sources[name], tensor
-        for conversion in self._needed(tensors):
-            others = [name for name in conversion.targets if name not in tensors]
-            given = {name: tensors[name].detach().cpu() for name in conversion.targets if name in tensors}
-            yield from conversion.backward({**dict(self.read(others)), **given}).items()
-
-    def name_of(self, source: str) -> str | None:
-        """The module's name of a tensor of the files; None if it is converted."""
-        return self._names.get(source)
-
-    def together(self, names: Collection[str]) -> list[list[str]]:
-        """The names in groups of tensors that are converted together."""
-        single = [[name] for name in names if name not in self._conversions]
-        return single + [[name for name in one.targets if name in names] for one in self._needed(names)]
-
-    def with_others(self, names: Collection[str]) -> set[str]:
-        """The names, and those of the other tensors of the module that are converted together with them."""
-        return set(names).union(*(one.targets for one in self._needed(names)))
+        most = 0
+        for conversion in self._needed(names):
+            if conversion.operations:
+                changed = [entry for name, entry in conversion.targets.items() if name in names]
+                others = sum(entry.bytes for name, entry in conversion.targets.items() if name not in names)
+                rounded = sum(entry.bytes for entry in changed if entry.dtype is not _dtype(entry, dtype))
+                most = max(most, rounded + others + conversion.writing)
+        return most
 
     def _needed(self, names: Collection[str]) -> list[Conversion]:
         """The conversions of tensors of the module."""
-        found = {id(one): one for name, one in self._conversions.items() if name in names}
-        return [*found.values()]
+        requested = set(names)
+        needed = {id(conversion): conversion for name, conversion in self._conversions.items() if name in requested}
+        return [*needed.values()]
 
     def stored(self, sources: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors by their name in the files, as mapped files.
@@ -171,18 +179,18 @@ class Directory:
         Raises:
             ModelError: as `read`.
         """
-        wanted = set(sources)
+        names = set(sources)
         for file, entries in self.shards.items():
-            present = wanted & entries.keys()
+            present = names & entries.keys()
             if present:
                 with _reading(file), safe_open(file, framework="pt") as opened:
                     for name in sorted(present):
                         yield name, opened.get_tensor(name)
 
 
-def _dtype(stored: Tensor | Entry, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is read in: `wanted` for floating tensors, if given."""
-    return wanted if wanted is not None and stored.dtype.is_floating_point else stored.dtype
+def _dtype(stored: Tensor | Entry, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is read in: `dtype` for floating tensors, if given."""
+    return dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
 
 
 def _bytes(entry: Entry, dtype: torch.dtype) -> int:

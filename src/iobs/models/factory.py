@@ -1,4 +1,8 @@
-"""Load networks that a Python function or timm builds, and the directory format that they are saved in."""
+"""Load networks that a Python function or timm builds, and the directory format that they are saved in.
+
+Such a network has no configuration with its widths. If it has become narrower than its code builds it, its directory
+names the tensors whose shapes differ, and the numbers of modules that follow them.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,25 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from iobs.core.files import packed_hint
 from iobs.core.paths import expanded
 from iobs.errors import ModelError
-from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task
-from iobs.models.narrower import Form, changes, form_of, narrow
+from iobs.models.sixteen_bits import stored_as_half
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
+from iobs.pruning.network.layers import joined
+from iobs.pruning.structure.removal import CONFIG, set_number
 
 CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -224,3 +232,119 @@ def _loaded(
         )
 
     return LoadedModel(module.eval(), None, source, task, None, write)
+
+
+Number = int | list[int]  # tuples are lists, as in JSON
+# New parameters by identity of the old one, which is kept: its identity could go to another parameter otherwise.
+Made = dict[int, tuple[nn.Parameter, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The widths of a network that its code decides.
+
+    Attributes:
+        shapes: of parameters and buffers, by name.
+        numbers: whole numbers, and tuples of them, of modules and their configurations: by path, then by name.
+        rebuilt: names of the buffers that no file of weights holds.
+    """
+
+    shapes: dict[str, list[int]]
+    numbers: dict[str, dict[str, Number]]
+    rebuilt: frozenset[str]
+
+
+def form_of(module: nn.Module) -> Form:
+    """The form of a network."""
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    children = [*module.named_modules()]
+    rebuilt = [joined(path, name) for path, child in children for name in child._non_persistent_buffers_set]
+    return Form(
+        {name: list(tensor.shape) for name, tensor in every if not is_lazy(tensor)},
+        {path: dict(_numbers(child)) for path, child in children},
+        frozenset(rebuilt),
+    )
+
+
+def changes(built: Form, now: Form) -> dict[str, dict[str, object]]:
+    """Differences between a network and the one that its code builds; empty if there are none.
+
+    Args:
+        built: the form that the code builds.
+        now: the form of the network that is written.
+
+    Raises:
+        ModelError: modules or tensors are gone, or a changed buffer is in no file of weights.
+    """
+    if gone := sorted({*built.numbers} - {*now.numbers}) or sorted({*built.shapes} - {*now.shapes}):
+        raise ModelError(f"The code of this network builds {gone[0]}, which is gone; use torch.save(model, file).")
+    shapes: dict[str, object] = {name: shape for name, shape in now.shapes.items() if built.shapes.get(name) != shape}
+    if lost := [name for name in shapes if name in now.rebuilt]:
+        raise ModelError(f"The buffer {lost[0]} has another shape, but no file holds it; use torch.save(model, file).")
+    numbers: dict[str, object] = {}
+    for path, values in now.numbers.items():
+        before = built.numbers.get(path, {})
+        changed = {name: value for name, value in values.items() if before.get(name, value) != value}
+        numbers |= {path: changed} if changed else {}
+    return {"shapes": shapes, "numbers": numbers} if shapes else {}
+
+
+def narrow(module: nn.Module, widths: Mapping[str, Mapping[str, object]]) -> None:
+    """Give a network the shapes and numbers of `changes`; the changed tensors have no values yet.
+
+    Raises:
+        ModelError: the network has no such module.
+    """
+    made: Made = {}
+    done: set[tuple[int, str]] = set()  # a module may have several names
+    try:
+        for name, shape in widths["shapes"].items():
+            path, _, last = name.rpartition(".")
+            holder = module.get_submodule(path)
+            if (id(holder), last) not in done:
+                _reshape(module, holder, last, [int(size) for size in shape], made)  # type: ignore[attr-defined]
+                done.add((id(holder), last))
+        for path, numbers in widths["numbers"].items():
+            for name, value in numbers.items():  # type: ignore[attr-defined]
+                _set(module.get_submodule(path), name, value)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"The widths do not fit the network that its code builds: {error}.") from error
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, Number]]:
+    """The whole numbers and tuples of whole numbers of a module; of its configuration also "has a bias"."""
+    config = vars(module).get("config")
+    for prefix, holder in (("", module), (CONFIG, config)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(value, int) and (prefix or not isinstance(value, bool)):  # a module's own are its modes
+                yield prefix + name, value
+            elif isinstance(value, tuple) and value and all(type(entry) is int for entry in value):
+                yield prefix + name, list(value)
+
+
+def _reshape(whole: nn.Module, module: nn.Module, name: str, shape: list[int], made: Made) -> None:
+    """Replace a tensor of a module by an empty one of another shape; a bias may be new."""
+    if name in module._buffers:
+        old = module._buffers[name]
+        assert old is not None
+        module._buffers[name] = old.new_empty(shape)
+        return
+    if name not in module._parameters:
+        raise ValueError(f"no parameter {name!r}")
+    before = module._parameters[name]
+    like = next(whole.parameters()) if before is None else before
+    fresh = made[id(before)][1] if before is not None and id(before) in made else None
+    if fresh is None:
+        fresh = nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device), like.requires_grad)
+    if before is not None:
+        made[id(before)] = before, fresh
+    module._parameters[name] = fresh
+
+
+def _set(module: nn.Module, name: str, value: object) -> None:
+    """Set a number of a module, of the type that it has."""
+    holder = module.config if name.startswith(CONFIG) else module
+    before = getattr(holder, name.removeprefix(CONFIG))
+    set_number(module, name, type(before)(value))

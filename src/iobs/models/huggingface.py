@@ -21,11 +21,11 @@ from torch import nn
 
 from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
-from iobs.models.companions import REPORTS, copy_companions
-from iobs.models.halves import quick, stored_as_half, widen
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
-from iobs.models.shards import read_entries
+from iobs.models.output import REPORTS, copy_companions
+from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.weights import read_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -137,9 +137,9 @@ def _check_loaded(source: str | Path, network: str, info: Mapping[str, Any]) -> 
     """
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
-        name, found, wanted = mismatched[0]
+        name, stored, needed = mismatched[0]
         raise ModelError(
-            f"{source}: weight {name!r} has shape {tuple(found)} where {network} needs {tuple(wanted)}; "
+            f"{source}: weight {name!r} has shape {tuple(stored)} where {network} needs {tuple(needed)}; "
             "the files do not belong to config.json."
         )
     missing = sorted(info["missing_keys"])
@@ -266,9 +266,9 @@ def _check_shard(file: Path) -> None:
 def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remote_code: bool) -> Any:
     """The class that the configuration names, else the most specific automatic class for this configuration."""
     if trust_remote_code:
-        own = _own_class(transformers, config)
-        if own is not None:
-            return own
+        code_class = _own_class(transformers, config)
+        if code_class is not None:
+            return code_class
     for name in config.architectures or ():
         chosen = getattr(transformers, name, None)
         if isinstance(chosen, type) and issubclass(chosen, transformers.PreTrainedModel):
@@ -286,9 +286,9 @@ def _own_class(transformers: ModuleType, config: PreTrainedConfig) -> Any:
     Code may be registered under several automatic classes, perhaps first under one without a head. Classes that the
     configuration lists as architectures have priority, then AutoModelForCausalLM.
     """
-    own = {name: str(where) for name, where in (getattr(config, "auto_map", None) or {}).items()}
-    names = [name for name in own if name.startswith("AutoModel") and hasattr(transformers, name)]
-    stated = [name for name in names if own[name].rpartition(".")[2] in (config.architectures or ())]
+    registered = {name: str(where) for name, where in (getattr(config, "auto_map", None) or {}).items()}
+    names = [name for name in registered if name.startswith("AutoModel") and hasattr(transformers, name)]
+    stated = [name for name in names if registered[name].rpartition(".")[2] in (config.architectures or ())]
     # A class that is registered both without a head and as a language model is loaded as a language model.
     stated.sort(key=lambda name: name != "AutoModelForCausalLM")
     names.sort(key=lambda name: name != "AutoModelForCausalLM")
@@ -319,8 +319,8 @@ def context_of(config: PreTrainedConfig, tokenizer: Tokenizer | None, module: nn
 
 def _before_the_first(module: nn.Module) -> int:
     """Number of positions that no token has: RoBERTa and its kin count from the number of the padding token on."""
-    tables = (one for name, one in module.named_modules() if name.rpartition(".")[2] == "position_embeddings")
-    numbers = (getattr(one, "padding_idx", None) for one in tables)
+    tables = (table for name, table in module.named_modules() if name.rpartition(".")[2] == "position_embeddings")
+    numbers = (getattr(table, "padding_idx", None) for table in tables)
     return max((number + 1 for number in numbers if isinstance(number, int)), default=0)
 
 

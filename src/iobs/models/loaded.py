@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.models.halves import bytes_saved
 from iobs.models.output import output_directory
+from iobs.models.sixteen_bits import bytes_saved
 
 Task = Literal["causal-lm", "image-classification", "other"]
 
@@ -75,9 +75,18 @@ class LoadedModel:
             )
         return self.tokenizer
 
-    def window_length(self, asked: int) -> int:
-        """Tokens in a window: `asked`, or the context of the model if that is shorter."""
-        return asked if self.context is None else min(asked, self.context)
+    def window_length(self, length: int) -> int:
+        """Tokens in a window: `length`, or the context of the model if that is shorter."""
+        return length if self.context is None else min(length, self.context)
+
+
+def unwritable(reason: str) -> Callable[[LoadedModel, Path], None]:
+    """The writer of a model that cannot be written: it raises ModelError with a reason."""
+
+    def refuse(model: LoadedModel, directory: Path) -> None:
+        raise ModelError(reason)
+
+    return refuse
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -1,11 +1,13 @@
-"""Output directories, written atomically: complete or not at all."""
+"""Output directories, written complete or not at all, and the companions of weights that are copied there."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from math import ceil, floor
@@ -13,15 +15,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from iobs.core.files import weight_index
 from iobs.core.paths import expanded
 from iobs.errors import OutputError, UnusableOutputError
-from iobs.pruning.runtime.checkpoint import locked
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import PARTIAL, is_partial, remove_abandoned
+from iobs.pruning.runtime.scratch import PARTIAL, is_partial, locked_folder, remove_abandoned
 
 
 def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection[str] = ()) -> None:
-    """Check, before any work, that an output directory can be written.
+    """Raise, before any work, unless an output directory can be written.
 
     Args:
         directory: the output directory.
@@ -84,16 +86,11 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
         OutputError: it cannot be created.
     """
     target = _target(directory)
-    place = target if target.is_dir() else target.parent
-    with _explaining(directory):
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PARTIAL, dir=place))
-        lock = locked(temporary)
-    try:
+    with ExitStack() as stack:
+        with _explaining(directory):
+            place = target if target.is_dir() else target.parent
+            temporary = stack.enter_context(locked_folder(place, target.name))
         yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
@@ -126,7 +123,7 @@ def _explaining(directory: Path) -> Iterator[None]:
 
 
 def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
-    """Check that an error does not come from the output, but from data that a run reads while its output is open."""
+    """True if an error does not come from the output, but from data that a run reads while its output is open."""
     if isinstance(error, SafetensorError):
         return False
     if error.errno is None or isinstance(error, (ConnectionError, TimeoutError)):  # of a library, or of a network
@@ -134,7 +131,7 @@ def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return False
     place, file = _target(directory), _target(Path(error.filename))
-    parts = [one.name for one in (file, *file.parents)]
+    parts = [part.name for part in (file, *file.parents)]
     written = any(name.startswith(f".{place.name}.") and name.endswith(PARTIAL) for name in parts)
     return not written and not file.is_relative_to(place)
 
@@ -197,9 +194,9 @@ def beside(directory: Path, suffix: str) -> Path:
 
 
 def holds(directory: Path, source: Path) -> bool:
-    """Check that a file or directory exists, and is an output directory or lies inside it."""
-    place, found = _target(directory), _target(source)
-    return found.exists() and (found == place or place in found.parents)
+    """True if a file or directory exists, and is an output directory or lies inside it."""
+    output, path = _target(directory), _target(source)
+    return path.exists() and (path == output or output in path.parents)
 
 
 def _target(directory: Path) -> Path:
@@ -208,7 +205,7 @@ def _target(directory: Path) -> Path:
 
 
 def _require_empty(directory: Path, replaceable: Collection[str]) -> None:
-    """Check that a directory holds nothing but replaceable names and abandoned temporary directories.
+    """Raise unless a directory holds nothing but replaceable names and abandoned temporary directories.
 
     Raises:
         UnusableOutputError: the directory holds something else, is a file, or cannot be read.
@@ -280,3 +277,84 @@ def _existing_parent(directory: Path) -> Path:
 def _explained(directory: Path, error: Exception) -> OutputError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return OutputError(f"{directory} could not be written ({reason}); nothing was left behind.")
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".packed")
+REPORTS = ("report.json", "report.html")  # describe the run that wrote a directory
+# A key at the start of a line, with the list items or continuation lines that may follow it.
+_LICENCE = re.compile(r"^license(?:_name|_link)?:.*(?:\n[ -].*)*", flags=re.MULTILINE)
+
+
+def copy_companions(source: Path, target: Path, keep_index: bool = False, leave: Collection[str] = ()) -> None:
+    """Copy all files and folders of a model directory except its weights.
+
+    Not copied: hidden files, and folders that hold weights (another model, or another format of this model). A
+    config.json in `target` is kept, because it describes the weights there. A file that cannot be copied only warns.
+
+    Args:
+        source: a model directory.
+        target: an existing directory.
+        keep_index: also copy the index of the weights, for weights that are written to shards of the same names.
+        leave: names that are not copied.
+    """
+    for entry in source.iterdir():
+        if entry.name in leave or _stays_behind(entry):
+            continue
+        try:
+            if entry.is_file():
+                _copy(entry, target)
+            elif not _leads_to(entry, target) and not _holds_weights(entry):
+                shutil.copytree(entry, target / entry.name, ignore=_left_of)
+        except OSError as error:  # the computed weights are worth more than a companion file
+            warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
+    index = weight_index(source)
+    if keep_index and index is not None:
+        shutil.copyfile(index, target / index.name)
+
+
+def with_licence(card: str, original: Path) -> str:
+    """Add the licence of the original model card to a new card.
+
+    Args:
+        card: the new card; it starts with a YAML header between lines of dashes.
+        original: README.md of the original model; it may be missing or state no licence.
+
+    Returns:
+        The new card, unchanged if no licence is found.
+    """
+    text = original.read_text(encoding="utf8", errors="replace") if original.is_file() else ""
+    header = re.match(r"---\r?\n(.*?)\r?\n---", text, flags=re.DOTALL)
+    if header is None:
+        return card
+    stated = _LICENCE.findall(header[1])
+    return card.replace("---\n", "\n".join(["---", *stated, ""]), 1)
+
+
+def _copy(file: Path, target: Path) -> None:
+    if _is_weights(file) or (file.name == "config.json" and (target / file.name).exists()):
+        return
+    shutil.copyfile(file, target / file.name)
+
+
+def _left_of(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if _stays_behind(Path(folder, name))]
+
+
+def _stays_behind(path: Path) -> bool:
+    """Check for entries that are never copied: hidden, caches, links to folders (may be circular), pipes, sockets."""
+    if path.name.startswith(".") or path.name == "__pycache__":
+        return True
+    return path.is_symlink() if path.is_dir() else not path.is_file()
+
+
+def _is_weights(file: Path) -> bool:
+    return file.suffix in _WEIGHTS or file.name.endswith((".index.json", ".onnx_data"))
+
+
+def _holds_weights(folder: Path) -> bool:
+    return any(_is_weights(file) for file in folder.rglob("*"))
+
+
+def _leads_to(folder: Path, target: Path) -> bool:
+    """Check that the target is this folder, or lies inside it."""
+    return target.resolve().is_relative_to(folder.resolve())

@@ -8,36 +8,30 @@ stored unchanged. Packing and unpacking hold one tensor at a time in memory.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from iobs.core.files import weight_files
 from iobs.core.paths import expanded
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
-from iobs.models.companions import copy_companions
+from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
-from iobs.models.halves import quick, stored_as_half, widen
-from iobs.models.loaded import LoadedModel, size_in_bytes
-from iobs.models.output import check_output, output_directory
-from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
-from iobs.models.shards import Entry, ShardWriter, read_entries
-from iobs.models.unpacking import MASK, SHAPES, SUFFIX, VALUES, scratch_beside, unpacked
-from iobs.models.weights import same_tensors, write_weights
+from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
+from iobs.models.output import check_output, copy_companions, output_directory
+from iobs.models.ready import ReadyFile, fill_packed, is_ready, read_ready, write_ready
+from iobs.models.sixteen_bits import quick, stored_as_half, widen
+from iobs.models.weights import write_weights
 from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.selection import require_unstored
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def save_packed(
@@ -64,16 +58,16 @@ def save_packed(
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
-    given = model.module if isinstance(model, LoadedModel) else model
-    if isinstance(given, nn.Module):
-        require_unstored(given, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
+    module = model.module if isinstance(model, LoadedModel) else model
+    if isinstance(module, nn.Module):
+        require_unstored(module, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
     with ExitStack() as stack:
         if isinstance(model, str | Path):
             source = expanded(model)
         else:
             check_output(Path(path), replaceable=replaceable)
-            assert isinstance(given, nn.Module)
-            source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(given))))
+            assert isinstance(module, nn.Module)
+            source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(module))))
         shards = weight_files(source)
         if not shards:
             raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
@@ -85,7 +79,7 @@ def save_packed(
                     write_ready(module, temporary / f"model{SUFFIX}", precision)
                 return expanded(path)
             for shard in shards:
-                _pack(shard, temporary / f"{shard.stem}{SUFFIX}")
+                pack(shard, temporary / f"{shard.stem}{SUFFIX}")
     return expanded(path)
 
 
@@ -119,13 +113,13 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
 
 
 def is_packed(path: str | Path) -> bool:
-    """Check that a path is a directory with packed files and no dense ones."""
+    """True if a path is a directory with packed files and no dense ones."""
     directory = expanded(path)
     return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
 
 
 def is_ready_to_run(path: str | Path) -> bool:
-    """Check that a path is a packed directory whose layers are stored matrices."""
+    """True if a path is a packed directory whose layers are stored matrices."""
     return is_packed(path) and _ready_file(expanded(path)) is not None
 
 
@@ -162,7 +156,8 @@ def open_packed(
                 widen(loaded.module)
         else:
             loaded = _with_matrices(directory, contents, dtype, trust_remote_code)
-    return replace(loaded, source=str(path), writer=_refused)
+    reason = f"{path} is packed and cannot be written again; unpack it first: iobs pack --unpack."
+    return replace(loaded, source=str(path), writer=unwritable(reason))
 
 
 def _with_matrices(
@@ -171,7 +166,7 @@ def _with_matrices(
     """A Hugging Face model with stored layers."""
     from iobs.models.huggingface import load_pretrained
 
-    stored = Counter(contents.dtypes.values()).most_common(1)[0][0]
+    stored = Counter(layer.dtype for layer in contents.layers.values()).most_common(1)[0][0]
     loaded = load_pretrained(
         directory,
         dtype=dtype or quick(stored),
@@ -184,10 +179,6 @@ def _with_matrices(
     return loaded
 
 
-def _refused(model: LoadedModel, _: Path) -> None:
-    raise ModelError(f"{model.source} is packed and cannot be written again; unpack it first: iobs pack --unpack.")
-
-
 def _ready_file(directory: Path) -> Path | None:
     """The packed file of a directory that is ready to run; None if its files are exact."""
     files = sorted(directory.glob(f"*{SUFFIX}")) if directory.is_dir() else []
@@ -195,7 +186,7 @@ def _ready_file(directory: Path) -> Path | None:
 
 
 def _described(directory: Path) -> bool:
-    """Check that a directory says what module it holds."""
+    """True if a directory says what module it holds."""
     return any((directory / name).is_file() for name in ("config.json", CONFIG_NAME))
 
 
@@ -216,43 +207,6 @@ def packed_share(source: str | Path, packed: str | Path) -> float:
     return sum(os.path.getsize(file) for file in expanded(packed).glob(f"*{SUFFIX}")) / dense
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Flat integer view of the bits of a tensor. Only +0.0 maps to 0, so -0.0 and NaN count as values."""
-    return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
-
-
-def _pack(shard: Path, target: Path) -> None:
-    entries, metadata = read_entries(shard)
-    try:
-        _pack_entries(shard, target, entries, metadata)
-    except SafetensorError as error:
-        raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
-
-
-def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
-    packed: dict[str, Entry] = {}
-    shapes: dict[str, list[int]] = {}
-    with safe_open(shard, framework="pt") as opened:
-        for name, entry in entries.items():
-            size = entry.bytes // entry.dtype.itemsize
-            kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
-            if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
-                packed[name + MASK] = Entry(torch.uint8, ((size + 7) // 8,))
-                packed[name + VALUES] = Entry(entry.dtype, (kept,))
-                shapes[name] = list(entry.shape)
-            else:
-                packed[name] = entry
-        with ShardWriter(target, packed, {**metadata, SHAPES: json.dumps(shapes)}) as writer:
-            for name in entries:
-                tensor = opened.get_tensor(name)
-                if name not in shapes:
-                    writer.put(name, tensor)
-                    continue
-                mask = _bits(tensor) != 0
-                writer.put(name + MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
-                writer.put(name + VALUES, tensor.flatten()[mask])
-
-
 def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
     if isinstance(model, LoadedModel):
         model.write(directory)
@@ -264,17 +218,8 @@ def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
 
 
 def _filled(module: nn.Module, directory: Path) -> nn.Module:
-    state = module.state_dict()
-    same = {name: names for names in same_tensors(state) for name in names}
-    missing = set(same)
+    tensors: dict[str, Tensor] = {}
     for file in weight_files(directory):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                tensor = opened.get_tensor(name)
-                if name not in same or state[name].shape != tensor.shape:
-                    raise ModelError(f"The packed weight {name!r}, {tuple(tensor.shape)}, does not fit the module.")
-                state[name].copy_(tensor)
-                missing.difference_update(same[name])
-    if missing:
-        raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
+        tensors |= load_file(file)
+    fill_packed(module, tensors)
     return module

@@ -9,6 +9,7 @@ full before a kernel reads it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 
 from iobs.errors import ModelError
 from iobs.inference.choices import Precision
-from iobs.inference.formats import FORMATS, FormatName, StoredMatrix, require_valid
+from iobs.inference.formats import FORMATS, StoredMatrix, require_valid
 from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.storing import replace_layers, stored_matrices
-from iobs.models.shards import DTYPES, Entry, ShardWriter, read_entries
-from iobs.models.weights import fill_weights, same_tensors
+from iobs.models.weights import DTYPES, Entry, ShardWriter, fill_weights, read_entries, same_tensors
 
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
@@ -31,36 +31,47 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
+class ReadyLayer:
+    """A layer of a packed file that is ready to run.
+
+    Attributes:
+        matrix: the stored matrix.
+        shape: of the dense weight.
+        dtype: of the dense weight.
+        tied: another part of the model uses the dense weight too, which is among the other tensors of the file.
+    """
+
+    matrix: StoredMatrix
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tied: bool
+
+    def dense(self) -> Tensor:
+        """The dense weight, rounded to its format."""
+        return self.matrix.to_dense().reshape(self.shape).to(self.dtype)
+
+
+@dataclass(frozen=True)
 class ReadyFile:
     """Contents of a packed file that is ready to run; tensors lie in the memory map.
 
     Args:
-        matrices: stored matrices by the name of the layer.
-        shapes: shape of the dense weight of each layer.
-        dtypes: dtype of the dense weight of each layer.
-        tied: layers whose weight another part of the model uses too; it is among `tensors`.
+        layers: the stored layers, by name.
         tensors: all other tensors of the state dict; tied tensors once.
     """
 
-    matrices: Mapping[str, StoredMatrix]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
-    tied: frozenset[str]
+    layers: Mapping[str, ReadyLayer]
     tensors: Mapping[str, Tensor]
 
     @property
     def state(self) -> dict[str, Tensor]:
         """A state dict of the dense model, with zeros (of one element in memory) for the stored layers."""
         blank = {
-            weight_of(name): torch.zeros((), dtype=self.dtypes[name]).expand(self.shapes[name])
-            for name in self.matrices
-            if name not in self.tied
+            weight_of(name): torch.zeros((), dtype=layer.dtype).expand(layer.shape)
+            for name, layer in self.layers.items()
+            if not layer.tied
         }
         return {**self.tensors, **blank}
-
-    def dense(self, name: str) -> Tensor:
-        """The dense weight of a layer, rounded to its format."""
-        return self.matrices[name].to_dense().reshape(self.shapes[name]).to(self.dtypes[name])
 
     def fill(self, module: nn.Module) -> nn.Module:
         """Fill a module of the same architecture: replace its layers, and load the other tensors.
@@ -68,10 +79,7 @@ class ReadyFile:
         Raises:
             ModelError: names or shapes differ.
         """
-        try:
-            fill_weights(module, self.state)
-        except RuntimeError as error:
-            raise ModelError(f"The packed file does not fit the module: {error}") from error
+        fill_packed(module, self.state)
         self.place(module)
         return module
 
@@ -81,9 +89,25 @@ class ReadyFile:
         Raises:
             ModelError: a layer is missing, or has another shape.
         """
-        replace_layers(module, self.matrices)
+        replace_layers(module, {name: layer.matrix for name, layer in self.layers.items()})
         if can_fuse(module):
             fuse(module)
+
+
+def fill_packed(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fill a module of the same architecture with the tensors of packed files, in the floating dtypes of the files.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    missing = [names[0] for names in same_tensors(module.state_dict()) if tensors.keys().isdisjoint(names)]
+    if missing:
+        raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
+    try:
+        fill_weights(module, tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())  # torch gives each tensor a line
+        raise ModelError(f"The packed file does not fit the module: {reason}") from error
 
 
 def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
@@ -132,7 +156,7 @@ def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
 
 
 def is_ready(file: Path) -> bool:
-    """Check that a packed file holds stored matrices.
+    """True if a packed file holds stored matrices.
 
     Raises:
         ModelError: the file is damaged.
@@ -151,45 +175,35 @@ def read_ready(file: Path) -> ReadyFile:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
         table = json.loads(metadata[_TABLE])
-        described = {str(name): _described(one) for name, one in table.items()}
-        parts: dict[str, dict[str, Tensor]] = {name: {} for name in described}
+        parts: dict[str, dict[str, Tensor]] = {str(name): {} for name in table}
         for name in [*tensors]:
             layer, mark, part = name.rpartition(":")
             if mark and layer in parts:
                 parts[layer][part] = tensors.pop(name)
-        matrices: dict[str, StoredMatrix] = {}
-        for name, (form, shape, _, _) in described.items():
-            columns = 1
-            for extent in shape[1:]:
-                columns *= extent
-            matrices[name] = StoredMatrix(form, shape[0], columns, parts[table[name].get("tensors", name)])
-            require_valid(matrices[name])
+        layers = {name: _read_layer(table[name], parts[table[name].get("tensors", name)]) for name in parts}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is damaged ({error}); copy or pack it again.") from error
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from error
-    return ReadyFile(
-        matrices,
-        {name: one[1] for name, one in described.items()},
-        {name: one[2] for name, one in described.items()},
-        frozenset(name for name, one in described.items() if one[3]),
-        tensors,
-    )
+    return ReadyFile(layers, tensors)
 
 
-def _described(one: Mapping[str, object]) -> tuple[FormatName, tuple[int, ...], torch.dtype, bool]:
-    """Format, dense shape, dense dtype and tie of a layer in the table.
+def _read_layer(row: Mapping[str, object], parts: dict[str, Tensor]) -> ReadyLayer:
+    """A layer from its row in the table and its tensors.
 
     Raises:
         ValueError: an entry has another type or value.
+        ModelError: the tensors do not agree.
     """
-    form = next((name for name in FORMATS if name == one["format"]), None)
-    shape, dtype = one["shape"], DTYPES[str(one["dtype"])]
+    form = next((name for name in FORMATS if name == row["format"]), None)
+    shape, dtype = row["shape"], DTYPES[str(row["dtype"])]
     if form is None or not isinstance(shape, list) or len(shape) < 2 or not dtype.is_floating_point:
         raise ValueError("a layer has an unknown format, shape or dtype")
     if not all(type(extent) is int and 0 < extent < 1 << 32 for extent in shape):
         raise ValueError("a layer has a shape that is no shape")
-    return form, tuple(shape), dtype, one["tied"] is True
+    matrix = StoredMatrix(form, shape[0], math.prod(shape[1:]), parts)
+    require_valid(matrix)
+    return ReadyLayer(matrix, tuple(shape), dtype, row["tied"] is True)
 
 
 def weight_of(layer: str) -> str:

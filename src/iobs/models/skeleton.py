@@ -1,4 +1,4 @@
-"""The module of a directory of transformers without its weights."""
+"""Models without their weights: the module of a directory of transformers, its blocks and shapes, its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from iobs.core.files import weight_files
+from iobs.core.paths import expanded
 from iobs.errors import ModelError, first_line
-from iobs.models.shards import read_entries
+from iobs.models.huggingface import context_of, has_tokenizer, load_tokenizer
+from iobs.models.loaded import LoadedModel, unwritable
 from iobs.models.vision_shim import ensure_torchvision
+from iobs.models.weights import read_entries
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.halving import halved
+from iobs.pruning.cost.machines import Network
 from iobs.pruning.network.layers import find_layers
+from iobs.pruning.network.selection import select
 from iobs.pruning.runtime.memory import giving_memory_back
+from iobs.pruning.store import Names
 
 
 def skeleton(path: Path) -> nn.Module:
@@ -40,6 +49,15 @@ def skeleton(path: Path) -> nn.Module:
     except Exception as error:  # transformers raises exceptions of every kind
         raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     return module.eval()
+
+
+def blocks_of(module: nn.Module) -> list[Block]:
+    """The elements of the ModuleList with the most weights: the decoder blocks."""
+    lists = {path: child for path, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    if not lists:
+        raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
+    path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return [Block(f"{path}.{name}", 0) for name, _ in lists[path].named_children()]
 
 
 def matrices_in_files(path: Path) -> list[str] | None:
@@ -77,3 +95,53 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def shapes_of(
+    path: str | Path, include: Names = None, ignore: Names = None, depthwise: bool = False, halves: bool = False
+) -> Network:
+    """The shapes of the model that a config.json describes.
+
+    Args:
+        path: a directory with config.json.
+        include: names of the layers to prune; see `iobs.prune`.
+        ignore: names of the layers that stay dense.
+        depthwise: also prune depthwise convolutions.
+        halves: half-blocks take the place of blocks.
+
+    Raises:
+        ModelError: the configuration is not of a language model with a list of blocks.
+        LayerSelectionError: a name pattern matches nothing.
+        ProblemError: a block cannot be divided.
+    """
+    module = skeleton(expanded(Path(path)))
+    blocks = blocks_of(module)
+    chosen = select(module, include, ignore, depthwise=depthwise, check_finite=False).layers
+    layers = [layer for layer in chosen if any(block.holds(layer.path) for block in blocks)]
+    parameters = dict(module.named_parameters())
+    context = context_of(module.config, None, module)  # type: ignore[arg-type]
+    if halves:  # found without weights too: on the meta device a forward pass computes shapes alone
+        blocks = halved(module.to("meta"), blocks, {"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
+    sizes = [sum(parameter.numel() for name, parameter in parameters.items() if block.holds(name)) for block in blocks]
+    total = sum(parameter.numel() for parameter in parameters.values())
+    vocabulary = int(getattr(module.config, "vocab_size", 0))
+    dtype = next(module.parameters()).dtype
+    hidden = int(getattr(module.config, "hidden_size", 0) or 0)
+    outside = total - sum(sizes)
+    return Network(layers, max(sizes), outside, total, vocabulary, dtype.itemsize, hidden, len(blocks), context)
+
+
+def without_weights(path: Path, module: nn.Module) -> LoadedModel:
+    """The tokenizer and the context length of a model directory, without weights, for reading calibration data.
+
+    Args:
+        path: the directory.
+        module: its module, with or without weights.
+
+    Raises:
+        ModelError: the tokenizer's files are damaged.
+    """
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    context = context_of(module.config, tokenizer, module)  # type: ignore[arg-type]
+    refuse = unwritable("A model whose weights are not in memory cannot be written.")
+    return LoadedModel(nn.Module(), tokenizer, str(path), "causal-lm", context, refuse)

@@ -1,13 +1,14 @@
-"""Streamed model: a module whose blocks read their weights from the files of a model directory, one at a time."""
+"""Streamed model: a module whose blocks are read from the files of a directory and written to others, one at a time."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from iobs.core.paths import expanded
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
-from iobs.models.halves import native
-from iobs.models.skeleton import skeleton
-from iobs.models.wide_linear import WideLinear
+from iobs.models.output import REPORTS, copy_companions
+from iobs.models.sixteen_bits import WideLinear, native
+from iobs.models.skeleton import blocks_of, skeleton
+from iobs.models.weights import ShardWriter
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.formats import with_formats
 from iobs.pruning.calibration.halving import halved
@@ -86,8 +88,8 @@ class StreamedModel:
         _tie(module, directory)
         _require_own_parameters(module, blocks)
         _widen_products(module, prefixes, torch.device(device))
-        parameters = module.named_parameters(remove_duplicate=False)
-        _require_all(directory, [name for name, one in parameters if one.is_meta and not name.startswith(prefixes)])
+        empty = [name for name, value in module.named_parameters(remove_duplicate=False) if value.is_meta]
+        _require_all(directory, [name for name in empty if not name.startswith(prefixes)])
         place, dtypes = torch.device(device), {}
         for layer in find_layers(module):
             if any(block.holds(layer.path) for block in blocks) and layer.key in directory.entries:
@@ -117,8 +119,9 @@ class StreamedModel:
             LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.
         """
         chosen = select(self.module, include, ignore, depthwise=depthwise, check_finite=False)
-        layers = tuple(one for one in chosen.layers if any(block.holds(one.path) for block in self.blocks))
-        dropped = {one.name: Reason("outside", "outside the blocks") for one in chosen.layers if one not in layers}
+        layers = tuple(layer for layer in chosen.layers if any(block.holds(layer.path) for block in self.blocks))
+        outside = Reason("outside", "outside the blocks")
+        dropped = {layer.name: outside for layer in chosen.layers if layer not in layers}
         if not layers:
             raise LayerSelectionError(
                 f"Block by block only layers inside the blocks are pruned, and {', '.join(dropped)} is outside; choose "
@@ -169,10 +172,10 @@ class StreamedModel:
         self._replace_blocks(halved, batch)
         return self.blocks
 
-    def _replace_blocks(self, found: _Chain, batch: Batch) -> None:
-        """Replace the blocks by what `found` makes of them; it runs a sample through them, one in memory at a time."""
+    def _replace_blocks(self, make_chain: _Chain, batch: Batch) -> None:
+        """Replace the blocks by what `make_chain` makes of them; it runs a sample through one block after another."""
         whole = [*self.blocks]
-        self.blocks[:] = found(
+        self.blocks[:] = make_chain(
             self.module,
             whole,
             batch,
@@ -219,10 +222,10 @@ def _widest(stored: Mapping[str, torch.dtype]) -> torch.dtype:
 
 def _widen_products(module: nn.Module, prefixes: tuple[str, ...], device: torch.device) -> None:
     """Let linear layers outside the blocks multiply in float32, where the CPU has no instructions for their dtype."""
-    for path, one in module.named_modules():
-        outside = type(one) is nn.Linear and not f"{path}.".startswith(prefixes)
-        if outside and native(one.weight.dtype, device) is not one.weight.dtype:
-            one.__class__ = WideLinear
+    for path, child in module.named_modules():
+        outside = type(child) is nn.Linear and not f"{path}.".startswith(prefixes)
+        if outside and native(child.weight.dtype, device) is not child.weight.dtype:
+            child.__class__ = WideLinear
 
 
 def _surplus(module: nn.Module, directory: Directory) -> frozenset[str]:
@@ -261,15 +264,6 @@ def _require_all(directory: Directory, missing: Sequence[str]) -> None:
     """Raise ModelError if names of weights are missing."""
     if missing:
         raise ModelError(f"{directory.path} lacks {len(missing)} weights, {missing[0]} the first; complete the files.")
-
-
-def blocks_of(module: nn.Module) -> list[Block]:
-    """The elements of the ModuleList with the most weights: the decoder blocks."""
-    lists = {path: found for path, found in module.named_modules() if isinstance(found, nn.ModuleList)}
-    if not lists:
-        raise ModelError(f"{type(module).__name__} has no list of blocks; prune it in memory instead.")
-    path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
-    return [Block(f"{path}.{name}", 0) for name, _ in lists[path].named_children()]
 
 
 def _require_own_parameters(module: nn.Module, blocks: Sequence[Block]) -> None:
@@ -312,3 +306,65 @@ def _tie(module: nn.Module, directory: Directory) -> None:
     """
     missing = {name for name in module.state_dict() if name not in directory.entries}
     module.tie_weights(missing_keys=missing, recompute_mapping=False)  # type: ignore[operator]
+
+
+@dataclass
+class BlockWriter:
+    """Write the files of the pruned model block by block, in the layout of the source's files.
+
+    Args:
+        streamed: the model and the source's files.
+        directory: of the written files.
+        writes: False counts the zeros and writes nothing, on all ranks but the first.
+
+    Attributes:
+        zeros: number of zeros of every written parameter, by name; a shared parameter has one name. Tensors that are
+            converted have their name in the files.
+    """
+
+    streamed: StreamedModel
+    directory: Path
+    writes: bool = True
+    zeros: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> BlockWriter:
+        source, module = self.streamed.directory, self.streamed.module
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = module.named_parameters(remove_duplicate=False)
+        self.names = {name: first[id(parameter)] for name, parameter in parameters}
+        self.writers: dict[Path, ShardWriter] = {}
+        if self.writes:
+            copy_companions(source.path, self.directory, keep_index=True, leave=REPORTS)
+            self.writers = {
+                file: ShardWriter(self.directory / file.name, entries, source.metadata[file])
+                for file, entries in source.shards.items()
+            }
+        inner = {name for block in self.streamed.blocks for name in self.streamed.names(block)}
+        self._put(source.write([name for name in source.entries if name not in inner], {}))
+        return self
+
+    def block(self, block: Block, pruned: set[str]) -> None:
+        """Write a block: pruned tensors from memory, the others bit for bit from the source."""
+        state = self.streamed.module.state_dict()
+        changed = {name: state[name] for name in pruned}
+        self._put(self.streamed.directory.write(self.streamed.names(block), changed, self.streamed.arithmetic))
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor into the file that holds it in the source; a second call replaces it."""
+        self._put(self.streamed.directory.write([name], {name: tensor}))
+
+    def _put(self, tensors: Iterable[tuple[str, Tensor, str | None]]) -> None:
+        """Write the tensors of `Directory.write`, and count the zeros of parameters."""
+        for source, tensor, name in tensors:
+            counted = source if name is None else self.names.get(name)  # not buffers; tied parameters once
+            for file, entries in self.streamed.directory.shards.items():
+                if source in entries:
+                    written = tensor.to(entries[source].dtype)
+                    if counted is not None:
+                        self.zeros[counted] = int((written == 0).sum())
+                    if self.writes:
+                        self.writers[file].put(source, written)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        for writer in self.writers.values():
+            writer.opened.close() if kind else writer.close()

@@ -8,57 +8,29 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
-from iobs.models.block_writer import BlockWriter
 from iobs.models.output import check_output, output_of_ranks
-from iobs.models.streamed import StreamedModel
+from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.pruning.audit import audit, audit_layers, require_promised
-from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_batches
-from iobs.pruning.blockwise.store import BlockwiseStore
+from iobs.pruning.blockwise.storage import Place, require_place
+from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
-from iobs.pruning.cost.memory_plan import Plan, plan, token_count
-from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.cost.memory_plan import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, require_all_accepted
 from iobs.pruning.store import Names
-
-
-@dataclass
-class _Run:
-    """State of the only run of a store.
-
-    Attributes:
-        patterns: of every layer.
-        pruned: layers that have been pruned.
-        changed: other parameters of the blocks in memory that were changed.
-        rows: zeros of the layers whose blocks were written.
-        plan: the predicted cost.
-        replaceable: names in the output directory that are replaced.
-    """
-
-    patterns: dict[Layer, Pattern] = field(default_factory=dict)
-    pruned: set[Layer] = field(default_factory=set)
-    changed: set[str] = field(default_factory=set)
-    rows: list[AuditRow] = field(default_factory=list)
-    plan: Plan | None = None
-    replaceable: Collection[str] = ()
 
 
 class StreamedStore(BlockwiseStore):
@@ -83,11 +55,13 @@ class StreamedStore(BlockwiseStore):
     in_memory = False
 
     def __init__(self, streamed: StreamedModel, output: Path, streams: Place = "auto") -> None:
-        super().__init__(streamed.module, streamed.device, streams)
+        super().__init__(streamed, streamed.blocks, streams)
         self.streamed, self.output = streamed, output
         self.arithmetic, self.folder = streamed.arithmetic, output
-        self._run = _Run()
-        self._dense: StreamedModel | None = None  # the same blocks of the dense model, if the recipe compares with them
+        self._dense: StreamedModel | None = None
+        self._patterns: dict[Layer, Pattern] = {}
+        self._audit_rows: list[AuditRow] = []  # of the layers whose blocks were written
+        self._replaceable: Collection[str] = ()  # names in the output directory
         self._ready = False  # for its only run, which lets the weights outside the blocks go
 
     @classmethod
@@ -134,15 +108,11 @@ class StreamedStore(BlockwiseStore):
             OutputError, AuditError: as `open`.
         """
         with giving_memory_back(), output_of_ranks(self.output, replaceable) as folder:
-            self.folder, self._ready, self._run.replaceable = folder, True, replaceable
-            with tempfile.TemporaryDirectory(dir=folder) as spill:
-                self._storage = Storage("device", self.device, Path(spill))
-                try:
-                    yield
-                finally:
-                    self._storage.clear()
+            self.folder, self._ready, self._replaceable = folder, True, replaceable
+            with tempfile.TemporaryDirectory(dir=folder) as spill, self._storing(Path(spill)):
+                yield
             if current().first:
-                require_promised(audit(folder), self._run.rows, self.output)
+                require_promised(audit(folder), self._audit_rows, self.output)
 
     # ---- before the run
     def require_possible(self, recipe: Recipe) -> None:
@@ -167,28 +137,19 @@ class StreamedStore(BlockwiseStore):
         """
         return self.streamed.select(include, ignore, depthwise)
 
-    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
-        """Collect and check the batches; those of an iterator or a DataLoader are read one by one into mapped files."""
-        if isinstance(data, (Tensor, Mapping, list, tuple)):
-            return super().collected(data)
-        found = collect(data, partial(spilled_batches, self._storage.folder))
-        require_known_tokens(self.model, found)
-        return found
-
-    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+    def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """The selection itself, after a check that every kind of batches reaches the blocks, which are not loaded yet.
 
         Raises:
             CalibrationError: the model does not take a batch.
             NonFiniteError: a weight holds NaN or infinity.
             ModelError: the blocks cannot be run one by one.
-            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
+            ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
         with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
             require_all_accepted(self.model, batches, (StopForward,))
-        self._run.plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._place_streams(selection, batches, holdout)
         self.streamed.require_finite(selection.layers)
-        self._storage.place = cast(Place, self._run.plan.streams)
         return selection
 
     def require_space(self, checkpoint: str | Path | None) -> None:
@@ -197,8 +158,8 @@ class StreamedStore(BlockwiseStore):
         Raises:
             OutputError: as `require_room`.
         """
-        assert self._run.plan is not None
-        self.require_room(self._run.plan, checkpoint, self._run.replaceable)
+        assert self._plan is not None
+        self.require_room(self._plan, checkpoint, self._replaceable)
 
     def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
         """The blocks of the model, or their halves."""
@@ -214,7 +175,7 @@ class StreamedStore(BlockwiseStore):
     @contextmanager
     def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
         """Open the output's files for a run, and measure memory continuously."""
-        self._run.patterns, self._ready = dict(patterns), False
+        self._patterns, self._ready = dict(patterns), False
         if self._compares:
             self._dense = self.streamed.dense_copy()
         with ExitStack() as stack:
@@ -222,23 +183,20 @@ class StreamedStore(BlockwiseStore):
             stack.enter_context(memory.watching())
             yield
 
-    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+    def set_patterns(self, patterns: Mapping[Layer, Pattern]) -> None:
         """Receive the patterns by which the written zeros are checked."""
-        self._run.patterns = dict(patterns)
+        self._patterns = dict(patterns)
 
     # ---- residency
     def enter(self, stage: int) -> None:
-        """Load a block.
+        """Load a block and its dense copy.
 
         Raises:
             NonFiniteError: a weight holds NaN or infinity.
         """
-        if 0 <= stage < len(self.streamed.blocks):
-            block = self.streamed.blocks[stage]
-            self.streamed.load(block)
-            if self._dense is not None and stage not in self._known:
-                self._dense.load(block)
-            require_finite(self.model, [layer for layer in self._run.patterns if block.holds(layer.path)])
+        super().enter(stage)
+        if (block := self._block(stage)) is not None:
+            require_finite(self.model, [layer for layer in self._patterns if block.holds(layer.path)])
 
     def leave(self, stage: int) -> None:
         """Write a block to the output and drop it; after the stage before the blocks, drop the weights outside them."""
@@ -246,37 +204,16 @@ class StreamedStore(BlockwiseStore):
             self.streamed.drop_outside()
             if self._dense is not None:
                 self._dense.drop_outside()
-        elif 0 <= stage < len(self.streamed.blocks):
-            block = self.streamed.blocks[stage]
-            written = {layer: pattern for layer, pattern in self._run.patterns.items() if layer in self._run.pruned}
-            written = {layer: pattern for layer, pattern in written.items() if block.holds(layer.path)}
-            self._run.rows += audit_layers(self.model, written, self.stored_dtype)
-            changed = {name for name in self._run.changed if block.holds(name)}
-            self._run.changed -= changed
-            self._writer.block(block, {layer.key for layer in written} | changed)
-            self.streamed.drop(block)
-            if self._dense is not None:
-                self._dense.drop(block)
+        super().leave(stage)
 
-    def release_dense(self, stage: int) -> None:
-        """Drop the dense weights of a block for good."""
-        self._known.add(stage)
-        if self._dense is not None:
-            self._dense.drop(self.streamed.blocks[stage])
-
-    def release(self, stage: int) -> None:
-        """Drop a block without writing it."""
-        if 0 <= stage < len(self.streamed.blocks):
-            self.streamed.drop(self.streamed.blocks[stage])
-            if self._dense is not None:
-                self._dense.drop(self.streamed.blocks[stage])
+    def _save(self, block: Block, changed: Collection[str]) -> None:
+        """Count the zeros of the pruned layers of a block, and write the block."""
+        inside = {layer: pattern for layer, pattern in self._patterns.items() if block.holds(layer.path)}
+        pruned = {layer: pattern for layer, pattern in inside.items() if layer in self._pruned}
+        self._audit_rows += audit_layers(self.model, pruned, self.stored_dtype)
+        self._writer.block(block, {layer.key for layer in pruned} | {*changed})
 
     # ---- weights
-    @property
-    def dense_model(self) -> nn.Module | None:
-        """The dense model with the same blocks in memory, if the recipe needs it."""
-        return None if self._dense is None else self._dense.module
-
     def stored_dtype(self, layer: Layer) -> torch.dtype:
         """The dtype of a layer's weights in the files."""
         return self.streamed.directory.entries[layer.key].dtype
@@ -285,20 +222,12 @@ class StreamedStore(BlockwiseStore):
         """Write a parameter into the model, rounded to its dtype in the files; outside the blocks also to its file."""
         rounded = self.streamed.rounded(name, value)
         super().write_tensor(name, rounded)
-        if any(block.holds(name) for block in self.streamed.blocks):
-            self._run.changed.add(name)
-        else:
+        if not any(block.holds(name) for block in self.streamed.blocks):
             self._writer.put(name, rounded)
 
     def write(self, layer: Layer, weight: Tensor) -> None:
         """Write a layer's pruned weights into the model, rounded to the dtype of its file."""
-        self._run.pruned.add(layer)
         super().write(layer, self.streamed.rounded(layer.key, weight))
-
-    def put(self, layer: Layer, tensor: Tensor) -> None:
-        """Write a layer's stored tensor from a checkpoint into the model."""
-        self._run.pruned.add(layer)
-        super().put(layer, tensor)
 
     def zeros(self) -> int:
         """Number of zeros among all parameters, counted in the written tensors."""
@@ -306,47 +235,38 @@ class StreamedStore(BlockwiseStore):
 
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """The zeros of every pruned layer, counted when its block was written."""
-        return self._run.rows
+        return self._audit_rows
 
     # ---- cost of a run
-    def plan(
-        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
-    ) -> Plan:
-        """Predict memory, time and disk space of a run; `timed` False measures no speeds and foretells no time.
-
-        One sample runs through one block of each class beforehand.
+    def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
+        """The sizes of the files. One sample runs through one block of each class.
 
         Raises:
             ModelError: the blocks cannot be run one by one.
-            ProblemError, OutputError: the hidden states have no room; see `spill.chosen`.
         """
         self.streamed.trace(batches[0])
-        fit, steps = recipe.blocks, batches
-        if fit is not None:
-            steps = in_steps(self.model, Samples.of(batches), fit).batches
-            if fit.halves:
-                self.streamed.halve(batches[0])
-        entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
+        if recipe.blocks is not None and recipe.blocks.halves:
+            self.streamed.halve(batches[0])
+        entries = self.streamed.directory.entries
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
-        numbers = [sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks]
-        on_cpu = self.device.type == "cpu"
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
-        sizes = self._sizes(selection.layers, numbers, itemsize)
+        on_cpu = self.device.type == "cpu"
         reading, writing = self._conversion_bytes(selection.layers)
-        found = plan(
-            replace(sizes, score=self.streamed.score_bytes, reading=reading, writing=writing),
-            outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
+        return ModelSizes(
+            weights=[sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks],
             model_bytes=model_bytes,
-            batches=batches,
-            steps=[*map(token_count, steps)],
-            recipe=recipe,
-            holdout=holdout,
-            device=self.device,
-            rates=measured_rates(self.device, self.streamed.arithmetic, locked=False) if timed else None,
-            parked=on_cpu and self.streams in ("auto", "disk"),
+            dtype=self.streamed.arithmetic,
+            outside_bytes=0 if on_cpu or recipe.blocks is not None else outside,  # mapped files on a CPU
+            written_bytes=model_bytes,
+            score=self.streamed.score_bytes,
+            reading=reading,
+            writing=writing,
         )
-        return self._placed(found, self.output, model_bytes)
+
+    @property
+    def _disk(self) -> Path:
+        return self.output
 
     def _conversion_bytes(self, layers: Sequence[Layer]) -> tuple[int, int]:
         """The most bytes that the conversions of a block take while it is read, and while it is written."""
@@ -354,8 +274,8 @@ class StreamedStore(BlockwiseStore):
             return 0, 0  # tensors are converted in main memory
         directory, dtype, keys = self.streamed.directory, self.streamed.arithmetic, {layer.key for layer in layers}
         names = [{*self.streamed.names(block)} for block in self.streamed.blocks]
-        reading = max(directory.reading_bytes(own, dtype) for own in names)
-        return reading, max(directory.writing_bytes(own & keys, dtype) for own in names)
+        reading = max(directory.reading_bytes(inside, dtype) for inside in names)
+        return reading, max(directory.writing_bytes(inside & keys, dtype) for inside in names)
 
     def require_room(self, plan: Plan, checkpoint: str | Path | None = None, replaceable: Collection[str] = ()) -> None:
         """Check that the disk has room for the output, for the activations, and for the rest of a checkpoint on it.

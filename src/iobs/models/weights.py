@@ -1,15 +1,133 @@
-"""Write and read all weights of a module as one safetensors file; tensors may share memory."""
+"""Weights in safetensors files: one tensor at a time, or all those of a module at once."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Self
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from iobs.errors import ModelError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Dtype and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Read the header of a safetensors file: its tensors by name, and its metadata.
+
+    Raises:
+        ModelError: the file is damaged, cut short, or holds an unknown dtype.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > 2**27:
+                raise ValueError("its header is too long")
+            header = json.loads(opened.read(length))
+        metadata = dict(header.pop("__metadata__", {}))
+        described = {name: (value["dtype"], tuple(value["shape"])) for name, value in header.items()}
+        strange = {dtype for dtype, _ in described.values()} - DTYPES.keys()
+        end = max((int(value["data_offsets"][1]) for value in header.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
+    if strange:
+        raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")
+    if file.stat().st_size < 8 + length + end:
+        raise ModelError(f"{file} is cut short: {file.stat().st_size} of {8 + length + end} bytes; copy it again.")
+    return {name: Entry(DTYPES[dtype], shape) for name, (dtype, shape) in described.items()}, metadata
+
+
+class ShardWriter:
+    """Writer of one safetensors file, which takes the tensors in any order. The header is written first.
+
+    As a context manager it closes the file at the end, also after an error.
+
+    Args:
+        file: the file to write.
+        entries: dtypes and shapes of all tensors, in the order of the file.
+        metadata: metadata of the header.
+    """
+
+    def __init__(self, file: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        self.entries, self.places, offset = dict(entries), {}, 0
+        for name, entry in entries.items():
+            header[name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.bytes],
+            }
+            self.places[name] = offset
+            offset += entry.bytes
+        text = json.dumps(header).encode("utf8")
+        text += b" " * (-len(text) % 8)
+        self.start, self.missing = 8 + len(text), set(entries)
+        self.opened: BinaryIO = file.open("wb")
+        self.opened.write(len(text).to_bytes(8, "little") + text)
+        self.opened.truncate(self.start + offset)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.opened.close()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, whose dtype and shape must be those of its entry."""
+        entry = self.entries[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), name
+        self.opened.seek(self.start + self.places[name])
+        flat = tensor.detach().cpu().contiguous().flatten()
+        self.opened.write(flat.view(torch.uint8).numpy().data)
+        self.missing.discard(name)
+
+    def close(self) -> None:
+        """Close the file; every tensor must have been written."""
+        assert not self.missing, self.missing
+        self.opened.close()
 
 
 def write_weights(module: nn.Module, file: Path) -> None:

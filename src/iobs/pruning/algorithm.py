@@ -73,7 +73,7 @@ def run(work: Workspace, ends: bool = True) -> Report:
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
-        work.store.allocated(plan)
+        work.store.set_patterns(plan)
         best = Best(work, plan)
         trainer: Trainer | None = None
         for index in count():

@@ -110,7 +110,7 @@ def prune(
         require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
             chosen_run = prune_whole if wanted.whole else prune_units
-            return chosen_run(store, store.collected(data), request_of_units, Callbacks([*listeners, *bar]))
+            return chosen_run(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     require_whole(wanted, store.whole)
@@ -119,7 +119,7 @@ def prune(
     with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
         chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
-        collected = store.collected(data)
+        collected = store.collect_batches(data)
         if store.observe(collected, seed) or chosen_now is None:
             chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
         selection, request = chosen_now
@@ -128,7 +128,7 @@ def prune(
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
-                selection = store.checked(collected, selection, holdout)
+                selection = store.check(collected, selection, holdout)
                 store.require_space(checkpoint)
                 require_memory(request.recipe, selection.layers, collected, holdout, store.device)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})

@@ -93,17 +93,17 @@ class Store(InMemory):
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
         return select(self.model, include, ignore, depthwise=depthwise)
 
-    def collected(self, data: Iterable[Batch] | Batch) -> list[Batch]:
+    def collect_batches(self, data: Iterable[Batch] | Batch) -> list[Batch]:
         """Collect and check the calibration batches.
 
         Raises:
             CalibrationError, NonFiniteError: as in `samples.batches.collect`, or the model does not know a token id.
         """
-        found = collect(data)
-        require_known_tokens(self.model, found)
-        return found
+        batches = collect(data)
+        require_known_tokens(self.model, batches)
+        return batches
 
-    def checked(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
+    def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
         """Check the batches and the layers on the model; `holdout` is the share of the samples that is held out.
 
         Returns:
@@ -117,7 +117,7 @@ class Store(InMemory):
             return multiplied_as_they_are(self.model, selection, batches[0])
 
     def require_space(self, checkpoint: str | Path | None) -> None:
-        """Check, before any work, that disk and memory have room for a run; `checked` comes first.
+        """Check, before any work, that disk and memory have room for a run; `check` comes first.
 
         Args:
             checkpoint: directory of intermediate results, or None.
@@ -137,8 +137,8 @@ class Store(InMemory):
         Raises:
             ProblemError: a block cannot be divided.
         """
-        found = exact_chain(self.model, batches, layers)
-        return halved(self.model, found, batches[0]) if halves and found else found
+        blocks = exact_chain(self.model, batches, layers)
+        return halved(self.model, blocks, batches[0]) if halves and blocks else blocks
 
     def as_dense(self) -> AbstractContextManager[object]:
         """Context at the start of a run in which the model computes what the dense model does."""
@@ -185,7 +185,7 @@ class Store(InMemory):
             self.reset()  # by names and shapes, so after the structure
             raise
 
-    def allocated(self, patterns: Mapping[Layer, Pattern]) -> None:
+    def set_patterns(self, patterns: Mapping[Layer, Pattern]) -> None:
         """Receive the pattern of every layer after the allocation, for subclasses."""
 
     # ---- weights of a layer

@@ -71,7 +71,7 @@ def _narrower(store: Store, collected: list[Batch], asked: Asked, callbacks: Cal
         refitted = sites.sites if asked.recipe.refits_biases else ()
         require_counts = check_of_counts(model, form, sites.sites, bool(refitted)) if loadable else None
         with _added_biases(model, refitted, sites, form, loadable) as added:
-            selection = store.checked(collected, readers_and_refitted(store, sites, asked), asked.holdout)
+            selection = store.check(collected, readers_and_refitted(store, sites, asked), asked.holdout)
             patterns = {layer: sites.groups(layer) for layer in selection.layers}
             sites = sites.read_by(selection.layers)
             tied = tied_sites(sites.sites, form, asked.pattern.uniform)

@@ -104,7 +104,7 @@ def planned_units(store: Store, collected: Sequence[Batch], asked: Asked) -> Uni
 
 def _widths(store: Store, collected: Sequence[Batch], asked: Asked, callbacks: Callbacks) -> UnitsPlan:
     pattern, found = asked.pattern, find_units(store, collected, asked, callbacks)
-    selection = store.checked(collected, readers_and_refitted(store, found.sites, asked), asked.holdout)
+    selection = store.check(collected, readers_and_refitted(store, found.sites, asked), asked.holdout)
     sites = found.sites.read_by(selection.layers).sites
     tied = tied_sites(sites, found.form, pattern.uniform)
     choices = choices_of(sites, pattern, tied, None, found.offered)

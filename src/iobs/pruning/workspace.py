@@ -24,7 +24,7 @@ from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import described, plain
 from iobs.pruning.report import JsonObject
-from iobs.pruning.runtime.checkpoint import Checkpoint, opened
+from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
 from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
@@ -150,7 +150,7 @@ class Workspace:
         copies = self._copies_to_sample()
         if copies:
             # Of the given samples: the bits of the model, and so the sampled text, may differ on another machine.
-            self.checkpoint = opened(self.request.checkpoint, self._identity)
+            self.checkpoint = open_checkpoint(self.request.checkpoint, self._identity)
             seed = self.request.seed
             self.fit = with_sampled_text(self.store.model, self.fit, copies, seed, self._known_windows)
         self.scoring = None
@@ -168,7 +168,7 @@ class Workspace:
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))
         if not copies:
-            self.checkpoint = opened(self.request.checkpoint, self._identity)
+            self.checkpoint = open_checkpoint(self.request.checkpoint, self._identity)
 
     def _copies_to_sample(self) -> int:
         """Windows to sample from the dense model for every calibration window, with a note."""

@@ -7,7 +7,7 @@ from tensor_bytes import TensorBytes
 
 from iobs.core import quadratic
 from iobs.core.patterns import Unstructured
-from iobs.pruning.blockwise.spill import Storage
+from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import InMemory, park_wide

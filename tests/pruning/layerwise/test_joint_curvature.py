@@ -128,7 +128,7 @@ def test_a_language_model_with_padding_is_pruned():
 
 
 def test_the_joint_curvature_needs_the_whole_model():
-    from iobs.pruning.blockwise.streamable import require_streamable
+    from iobs.pruning.blockwise.store import require_streamable
 
     with pytest.raises(ProblemError, match="curvature"):
         require_streamable(iobs.Recipe.preset("one-shot").but(curvature="joint"))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import iobs
 from iobs.errors import ModelError, OutputError
 from iobs.models.streamed_store import StreamedStore
-from iobs.pruning.blockwise import spill
+from iobs.pruning.blockwise import storage
 from iobs.pruning.cost import checkpoint_size
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import network_fit
@@ -186,7 +186,7 @@ def test_at_most_one_interval_of_network_steps_is_lost(puts, tmp_path, monkeypat
 def test_full_disk_is_one_error_and_the_run_can_go_on(puts, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     expected = streamed(tmp_path, "undisturbed")
-    reserve, left = spill.reserve, [12]
+    reserve, left = storage.reserve, [12]
 
     def full(file, size):
         left[0] -= 1
@@ -194,11 +194,11 @@ def test_full_disk_is_one_error_and_the_run_can_go_on(puts, tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         reserve(file, size)
 
-    monkeypatch.setattr(spill, "reserve", full)
+    monkeypatch.setattr(storage, "reserve", full)
     with pytest.raises(OutputError, match="No space left on device"):
         streamed(tmp_path, "out", tmp_path / "run")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(spill, "reserve", reserve)
+    monkeypatch.setattr(storage, "reserve", reserve)
     found = streamed(tmp_path, "out", tmp_path / "run")
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 

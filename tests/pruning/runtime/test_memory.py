@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import iobs
-from iobs.pruning.blockwise import choice
+from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.progress import _memory
 from iobs.pruning.runtime import memory
 from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, reusing_memory
@@ -140,8 +140,8 @@ def test_blocks_that_torch_keeps_for_later_are_left(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert left(gpu) == 17
     for needed in (14, 15):  # what tensors take now is not free for a model
-        monkeypatch.setattr(choice, "resident_bytes", lambda *_, needed=needed: needed)
-        assert choice.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)
+        monkeypatch.setattr(blockwise_store, "resident_bytes", lambda *_, needed=needed: needed)
+        assert blockwise_store.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)
 
 
 def test_progress_shows_the_memory_of_the_gpu_that_is_used(monkeypatch):

@@ -55,7 +55,7 @@ def test_folder_that_cannot_be_locked_is_an_error_and_leaves_nothing(tmp_path, m
         assert len(tried) < 5, "it goes on forever"
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(scratch, "locked", refuse)
+    monkeypatch.setattr(scratch, "lock_folder", refuse)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(OSError, match="Too many open files"), scratch_folder(tmp_path, "out"):
         pytest.fail("there is no lock")

@@ -1,51 +1,139 @@
-"""The common part of stores that hold one or two blocks of a model in the memory of the device at a time."""
+"""The machine that brings the blocks of a model to a device and away again, one or two at a time.
+
+A `BlockSource` has the weights of the blocks that are not on the device: `MemoryBlocks` a model in main memory,
+`StreamedModel` the files of a model directory. Everything else is the same for both.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.blockwise.spill import Place, Room, Storage, chosen, place_named
-from iobs.pruning.blockwise.streamable import require_streamable
-from iobs.pruning.cost.memory_plan import Plan, Sizes
+from iobs.errors import ProblemError
+from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.cost.memory_plan import Plan, Sizes, plan, token_count
+from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.finetune.scoring import needs_reference
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import available, left
+from iobs.pruning.network.modes import state
+from iobs.pruning.network.selection import Selection
+from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.reconstruction.step_sizes import in_steps
+from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 
 
-class BlockwiseStore(Store):
+class BlockSource(Protocol):
+    """The weights of a model whose blocks are on a device only while they are used.
+
+    Attributes:
+        module: the model; what is outside its blocks is on the device.
+        device: the device.
+    """
+
+    module: nn.Module
+    device: torch.device
+
+    def load(self, block: Block) -> None:
+        """Bring the weights of a block to the device."""
+        ...
+
+    def drop(self, block: Block) -> None:
+        """Free the memory of a block on the device; changes of its weights there are lost."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model and of its hidden states, for the prediction of a run.
+
+    Attributes:
+        weights: number of weights in every block.
+        model_bytes: size of the whole model.
+        dtype: of the hidden states.
+        outside_bytes: size of the weights that are dropped before the first block is loaded.
+        written_bytes: size of the files that a run writes beside the hidden states, once for all ranks.
+        copied_bytes: size of the copies of the dense weights in main memory.
+        positions: of the hidden state of every batch; None: the tokens of the batch.
+        width: of the hidden states; None: as the configuration says.
+        score: bytes of one output; None: as hidden states.
+        reading: most bytes that conversions of tensors take while a block is read.
+        writing: the same while it is written.
+    """
+
+    weights: Sequence[int]
+    model_bytes: int
+    dtype: torch.dtype
+    outside_bytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+    positions: Sequence[int] | None = None
+    width: int | None = None
+    score: int | None = None
+    reading: int = 0
+    writing: int = 0
+
+
+class BlockwiseStore(Store, ABC):
     """A model of which one or two blocks are in the memory of the device at a time.
 
-    Hidden states between the blocks have a place of their own. Subclasses say where the blocks are otherwise, and bring
-    a block and its dense copy in `enter`.
+    Hidden states between the blocks have a place of their own. Subclasses keep the changes of a block (`_save`), and
+    measure the model (`_sizes`).
 
     Args:
-        model: the module.
-        device: of the computations.
-        streams: place of the hidden states and of fitted parameters; see `spill.chosen`.
+        source: brings the blocks.
+        blocks: the blocks, in order, as far as they are known.
+        streams: place of the hidden states and of fitted parameters; see `storage.choose_place`.
     """
 
     whole = False
 
-    def __init__(self, model: nn.Module, device: torch.device, streams: Place) -> None:
-        super().__init__(model)
-        self.streams = place_named(streams)
+    def __init__(self, source: BlockSource, blocks: list[Block], streams: Place) -> None:
+        super().__init__(source.module)
+        self.streams = parse_place(streams)
+        self._source, self._blocks = source, blocks
+        self._dense: BlockSource | None = None  # the dense blocks, if the recipe compares with them
+        self._dense_done: set[int] = set()  # stages whose dense weights are no longer needed
+        self._pruned: set[Layer] = set()
+        self._changed: set[str] = set()  # parameters with changes that `_save` has not kept yet
         self._recipe = Recipe()
-        self._storage = Storage("device", device, Path())
-        self._known: set[int] = set()  # blocks whose dense weights are no longer needed
+        self._plan: Plan | None = None  # of the run that was checked last, without times
+        self._storage = Storage("device", source.device, Path())
+
+    @abstractmethod
+    def _save(self, block: Block, changed: Collection[str]) -> None:
+        """Keep the values that the changed parameters of a block have on the device."""
+
+    @abstractmethod
+    def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
+        """Measure the model.
+
+        Raises:
+            ModelError: the blocks cannot be run one by one.
+        """
 
     @property
     def device(self) -> torch.device:
         """The device that blocks are computed on."""
-        return self._storage.device
+        return self._source.device
+
+    @property
+    def dense_model(self) -> nn.Module | None:
+        """The dense model with the same blocks on the device, if the recipe needs it."""
+        return None if self._dense is None else self._dense.module
 
     # ---- before the run
     def require_possible(self, recipe: Recipe) -> None:
@@ -66,7 +154,53 @@ class BlockwiseStore(Store):
         """True if the recipe needs the dense block beside the pruned one."""
         return self._recipe.target != "layer" or self._recipe.blocks is not None
 
+    def _place_streams(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
+        """Predict the memory of the run, and choose the place of its hidden states."""
+        self._plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._storage.place = cast(Place, self._plan.streams)
+
+    @contextmanager
+    def _storing(self, folder: Path) -> Iterator[None]:
+        """Context in which hidden states can be stored; their files are in a folder."""
+        self._storage = Storage("device", self.device, folder)
+        try:
+            yield
+        finally:
+            self._storage.clear()
+
     # ---- residency
+    def _block(self, stage: int) -> Block | None:
+        """The block of a stage; None for the stages before and after the blocks."""
+        return self._blocks[stage] if 0 <= stage < len(self._blocks) else None
+
+    def enter(self, stage: int) -> None:
+        """Bring a block and its dense copy to the device."""
+        if (block := self._block(stage)) is not None:
+            self._source.load(block)
+            if self._dense is not None and stage not in self._dense_done:
+                self._dense.load(block)
+
+    def leave(self, stage: int) -> None:
+        """Keep the changes of a block, and free its memory on the device."""
+        if (block := self._block(stage)) is not None:
+            changed = {name for name in self._changed if block.holds(name)}
+            self._save(block, changed)
+            self._changed -= changed
+        self.release(stage)
+
+    def release(self, stage: int) -> None:
+        """Free the memory of a block on the device without keeping its changes."""
+        if (block := self._block(stage)) is not None:
+            self._source.drop(block)
+            if self._dense is not None:
+                self._dense.drop(block)
+
+    def release_dense(self, stage: int) -> None:
+        """Free the memory of a dense block on the device for good."""
+        self._dense_done.add(stage)
+        if self._dense is not None:
+            self._dense.drop(self._blocks[stage])
+
     def keep(self, index: int, hidden: Tensor) -> Tensor:
         """Store the hidden state of a batch in the place of `streams`."""
         return self._storage.keep(f"{index}.hidden", hidden)
@@ -92,45 +226,141 @@ class BlockwiseStore(Store):
         """A dense parameter in memory; None without a dense model."""
         return None if self.dense_model is None else self.dense_model.get_parameter(name).detach()
 
+    def write(self, layer: Layer, weight: Tensor) -> None:
+        """Write a layer's pruned weights, (rows, columns)."""
+        self._pruned.add(layer)
+        self._changed.add(layer.key)
+        super().write(layer, weight)
+
+    def write_tensor(self, name: str, value: Tensor) -> None:
+        """Write a parameter that changes besides the pruned weights, such as a bias."""
+        self._changed.add(name)
+        super().write_tensor(name, value)
+
+    def put(self, layer: Layer, tensor: Tensor) -> None:
+        """Write a layer's tensor from a checkpoint, in the shape and dtype of the parameter."""
+        self._pruned.add(layer)
+        self._changed.add(layer.key)
+        super().put(layer, tensor)
+
     def snapshot(self) -> dict[str, Tensor]:
         """No tensors: there is only one round."""
         return {}
 
     # ---- cost of a run
-    def _sizes(self, layers: Sequence[Layer], blocks: Sequence[int], itemsize: int) -> Sizes:
-        """The sizes of the model, without those of the data.
+    def plan(
+        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+    ) -> Plan:
+        """Predict memory, time and disk space of a run.
 
         Args:
-            layers: the layers to prune.
-            blocks: number of weights in every block.
-            itemsize: bytes of a number in a forward pass.
+            selection: the layers to prune.
+            batches: calibration data.
+            recipe: how to prune.
+            holdout: share of the samples that is held out.
+            timed: False measures no speeds and predicts no time.
+
+        Raises:
+            ModelError: the blocks cannot be run one by one.
+            ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
+        sizes = self._sizes(selection, batches, recipe)
         config = getattr(self.model, "config", None)
         vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
         names = {name for name, _ in self.model.named_parameters()}
-        biased = any(f"{layer.path}.bias" in names for layer in layers)
-        return Sizes(layers, max(blocks), itemsize, 0, 0, vocabulary, biased, None, hidden, len(blocks))
-
-    def _placed(self, found: Plan, folder: Path, written: int = 0) -> Plan:
-        """The plan with the hidden states in the place that was asked for, or in the first one with room.
-
-        Args:
-            found: the plan.
-            folder: of files.
-            written: bytes of other files that the run writes there, once for all ranks.
-
-        Raises:
-            OutputError: no place has enough room.
-        """
+        counts = [*map(token_count, batches)]
+        tokens = counts if sizes.positions is None else sizes.positions
+        steps = tokens
+        if recipe.blocks is not None:
+            share = sum(tokens) / sum(counts)  # an image has the positions of its hidden state
+            step_batches = in_steps(self.model, Samples.of(batches), recipe.blocks).batches
+            steps = [round(share * token_count(batch)) for batch in step_batches]
         on_cpu = self.device.type == "cpu"
-        room = self._room(found, folder, written)
-        return found.placed(chosen(self.streams, on_cpu, found.streams_bytes, room), self.device)
+        predicted = plan(
+            Sizes(
+                selection.layers,
+                block=max(sizes.weights),
+                itemsize=sizes.dtype.itemsize,
+                tokens=0,  # `plan` counts them
+                step_tokens=0,
+                vocabulary=vocabulary,
+                biased=any(f"{layer.path}.bias" in names for layer in selection.layers),
+                score=sizes.score,
+                hidden=hidden if sizes.width is None else sizes.width,
+                blocks=len(sizes.weights),
+                reading=sizes.reading,
+                writing=sizes.writing,
+            ),
+            outside_bytes=sizes.outside_bytes,
+            model_bytes=sizes.model_bytes,
+            batches=batches,
+            steps=steps,
+            recipe=recipe,
+            holdout=holdout,
+            device=self.device,
+            rates=measured_rates(self.device, sizes.dtype, locked=False) if timed else None,
+            parked=on_cpu and self.streams in ("auto", "disk"),
+            tokens=tokens,
+        )
+        predicted = replace(predicted, copied_bytes=sizes.copied_bytes)
+        room = self._room(predicted, sizes.written_bytes)
+        return predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
 
-    def _room(self, found: Plan, folder: Path, written: int) -> Room:
+    def _room(self, predicted: Plan, written_bytes: int) -> dict[Place, int]:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""
         ranks = current().size
-        disk = (shutil.disk_usage(existing(folder)).free - written) // ranks
-        memory = available() // ranks - found.copied_bytes
-        if self.device.type == "cpu":
-            return Room(0, memory, disk)
-        return Room(left(self.device) - found.peak_bytes, memory, disk)
+        disk = (shutil.disk_usage(existing(self._disk)).free - written_bytes) // ranks
+        memory = available() // ranks - predicted.copied_bytes
+        device = 0 if self.device.type == "cpu" else left(self.device) - predicted.peak_bytes
+        return {"device": device, "memory": memory, "disk": disk}
+
+    @property
+    def _disk(self) -> Path:
+        """A folder on the disk of the hidden states; it need not exist yet."""
+        return self._storage.folder
+
+
+def require_streamable(recipe: Recipe) -> None:
+    """Raise unless a recipe needs only one block in memory at a time.
+
+    Raises:
+        ProblemError: names the settings that need the whole model.
+    """
+    usual = Recipe()
+    whole = ["inputs", "batch_norm", "curvature"]
+    # On text, steps of the whole network take the place of a fine-tuning and its rounds; see `decide_steps`.
+    if recipe.blocks is None or not recipe.blocks.network_steps or recipe.finetune is None:
+        whole += ["rounds", "finetune"]
+    names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
+    if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
+        names.append("blocks.sampled")
+    if not as_allocation(recipe.allocation).by_block:
+        names.append("allocation")
+    if recipe.target == "model":
+        names.append("target")
+    if recipe.network_solver is not None:
+        names.append("solver")
+    if names:
+        raise ProblemError(
+            f"{', '.join(names)}: not with one block in memory at a time yet, because the whole model would be "
+            'needed. Take the recipes "one-shot", "fast" or "best" and their solver, refine, damping, target, '
+            "bias, blocks, rules and keep_zeros, or prune in memory."
+        )
+
+
+def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) -> int:
+    """Bytes that a run takes at least on a device that holds the whole model, without activations and Grams.
+
+    These are the weights, a copy of what may change, a copy of the best round, and the dense model if a loss needs it.
+    """
+    tensors = dict(state(model))
+    whole = sum(value.nbytes for value in tensors.values())
+    steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
+    everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
+    changed = whole if everything else sum(tensors[name].nbytes for name in {layer.key for layer in layers})
+    return whole + 2 * changed + (whole if recipe.compares and needs_reference(recipe) else 0)
+
+
+def fits(model: nn.Module, layers: Sequence[Layer], recipe: Recipe, device: torch.device) -> bool:
+    """Whether a device has room for a run that holds the whole model there; True for devices other than GPUs."""
+    return device.type != "cuda" or resident_bytes(model, layers, recipe) <= free_on(device)

@@ -26,15 +26,12 @@ from torch import Tensor
 from iobs.core.paths import expanded
 from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
-from iobs.pruning.runtime.differences import differences
+from iobs.pruning.runtime.fingerprint import differences
 from iobs.pruning.runtime.ranks import current
-
-if sys.platform != "win32":
-    import fcntl
+from iobs.pruning.runtime.scratch import PARTIAL, lock_folder
 
 RUN = "run.json"
 _SUFFIX = ".safetensors"
-_PARTIAL = ".partial"
 _GENERATOR = "generator"
 _GPU_GENERATOR = "generator of GPU "
 
@@ -86,13 +83,13 @@ class DiskCheckpoint(Checkpoint):
             self.directory.mkdir(parents=True, exist_ok=True)
             # Only the first rank writes, so only the first rank needs the lock.
             self._lock = _Lock.of(self.directory) if current().first else None
-            found = [*self.directory.iterdir()]
-            foreign = [entry for entry in found if not (_is_ours(entry) or _is_leftover(entry))]
+            entries = [*self.directory.iterdir()]
+            foreign = [entry for entry in entries if not (_is_ours(entry) or _is_leftover(entry))]
             if foreign:
                 raise CheckpointError(
                     f"{self.directory} holds {foreign[0].name}, which is no checkpoint; give another directory."
                 )
-            for leftover in filter(_is_leftover, found):
+            for leftover in filter(_is_leftover, entries):
                 leftover.unlink(missing_ok=True)
         except BlockingIOError as error:
             raise CheckpointError(
@@ -109,7 +106,7 @@ class DiskCheckpoint(Checkpoint):
         else:
             self._write(self.directory / RUN, json.dumps(plain, indent=1).encode("utf8"))
         # Entries at the start: all ranks of a run must read the same entries.
-        self.known = {entry.name for entry in self.directory.glob(f"*{_SUFFIX}")}
+        self._names = {entry.name for entry in self.directory.glob(f"*{_SUFFIX}")}
 
     def _require_same(self, identity: JsonObject) -> None:
         try:
@@ -126,7 +123,7 @@ class DiskCheckpoint(Checkpoint):
             )
 
     def __contains__(self, key: str) -> bool:
-        return self._file(key).name in self.known
+        return self._file(key).name in self._names
 
     def put(self, key: str, tensors: Mapping[str, Tensor], values: Mapping[str, object]) -> None:
         """Write an entry and the states of torch's random generators, and sync them to disk.
@@ -170,7 +167,7 @@ class DiskCheckpoint(Checkpoint):
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{_SUFFIX}"
 
     def _write(self, file: Path, content: bytes) -> None:
-        partial = file.with_name(f".{file.name}{_PARTIAL}")
+        partial = file.with_name(f".{file.name}{PARTIAL}")
         try:
             with partial.open("wb") as opened:
                 opened.write(content)
@@ -182,7 +179,7 @@ class DiskCheckpoint(Checkpoint):
             raise _unwritable(self.directory, error) from error
 
 
-def opened(directory: str | Path | None, identity: Callable[[], Mapping[str, object]]) -> Checkpoint:
+def open_checkpoint(directory: str | Path | None, identity: Callable[[], Mapping[str, object]]) -> Checkpoint:
     """Open the checkpoint in a directory; the null checkpoint for None.
 
     The first rank creates it, and no rank writes before all ranks have opened it.
@@ -196,12 +193,12 @@ def opened(directory: str | Path | None, identity: Callable[[], Mapping[str, obj
     """
     if directory is None:
         return Checkpoint()
-    ranks, known = current(), identity()
-    found = DiskCheckpoint(directory, known) if ranks.first else None
+    ranks, facts = current(), identity()
+    checkpoint = DiskCheckpoint(directory, facts) if ranks.first else None
     ranks.wait()
-    found = found or DiskCheckpoint(directory, known)
+    checkpoint = checkpoint or DiskCheckpoint(directory, facts)
     ranks.wait()
-    return found
+    return checkpoint
 
 
 class _Lock:
@@ -210,7 +207,7 @@ class _Lock:
     held: ClassVar[WeakValueDictionary[tuple[int, int], _Lock]] = WeakValueDictionary()
 
     def __init__(self, directory: Path) -> None:
-        handle = locked(directory)
+        handle = lock_folder(directory)
         if handle is not None:
             finalize(self, os.close, handle)
 
@@ -221,37 +218,17 @@ class _Lock:
         Raises:
             BlockingIOError: another process holds the lock.
         """
-        found = directory.stat()
-        place = found.st_dev, found.st_ino
-        lock = cls.held.get(place) or cls(directory)
-        cls.held[place] = lock
+        status = directory.stat()
+        key = status.st_dev, status.st_ino
+        lock = cls.held.get(key) or cls(directory)
+        cls.held[key] = lock
         return lock
-
-
-def locked(directory: Path) -> int | None:
-    """Lock a directory; returns the file handle that holds the lock, or None if the system has no such locks.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        OSError: the directory cannot be opened.
-    """
-    if sys.platform == "win32":
-        return None
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return handle
 
 
 def _generators() -> dict[str, Tensor]:
     """The states of torch's random generators, by name."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return {_GENERATOR: torch.get_rng_state()} | {f"{_GPU_GENERATOR}{index}": one for index, one in enumerate(gpus)}
+    return {_GENERATOR: torch.get_rng_state()} | {f"{_GPU_GENERATOR}{index}": state for index, state in enumerate(gpus)}
 
 
 def _is_ours(entry: Path) -> bool:
@@ -259,9 +236,9 @@ def _is_ours(entry: Path) -> bool:
 
 
 def _is_leftover(entry: Path) -> bool:
-    """Check for an entry that a crash left incomplete."""
+    """True if a crash left an entry incomplete."""
     name = entry.name
-    return name.startswith(".") and name.endswith(_PARTIAL) and _is_ours(Path(name[1 : -len(_PARTIAL)]))
+    return name.startswith(".") and name.endswith(PARTIAL) and _is_ours(Path(name[1 : -len(PARTIAL)]))
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,10 +1,14 @@
-"""Fingerprints of settings, samples and weights: two runs with equal fingerprints give the same result."""
+"""Identities of runs: fingerprints of settings, samples and weights, and their differences in words.
+
+Two runs with equal identities give the same result. An identity is nested JSON; digests in it begin with `_DIGEST`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CellType, CodeType
@@ -14,9 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import iobs
-from iobs.pruning.runtime.differences import DIGEST
+from iobs.errors import listed
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
+
+_DIGEST = "sha256 "
+_MOST_SHOWN = 4  # differences in one message
+_Keys = tuple[str, ...]
 
 
 def identity_of(
@@ -38,12 +46,13 @@ def identity_of(
 def _data(batches: Sequence[Batch]) -> dict[str, object]:
     """Numbers and shapes that say in what data differ, and the digest that says whether they do."""
     tensors = [[*data_batches.tensors(batch)] for batch in batches]
-    shapes = dict.fromkeys(f"{tuple(one.shape[1:])} {one.dtype}" for batch in tensors for one in batch)
+    beside = [*map(_beside_tensors, batches)]
+    shapes = dict.fromkeys(f"{tuple(tensor.shape[1:])} {tensor.dtype}" for batch in tensors for tensor in batch)
     return {
         "samples": sum(data_batches.size(batch) for batch in batches),
         "batches": len(tensors),
         "shapes of a sample": ", ".join(shapes),
-        "contents": _digest([one for batch in tensors for one in batch], fingerprint([*map(_beside_tensors, batches)])),
+        "contents": _digest((tensor for batch in tensors for tensor in batch), fingerprint(beside)),
     }
 
 
@@ -52,7 +61,7 @@ def _beside_tensors(value: object) -> object:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, Mapping):
-        return {name: _beside_tensors(one) for name, one in value.items()}
+        return {name: _beside_tensors(entry) for name, entry in value.items()}
     return [*map(_beside_tensors, value)] if isinstance(value, list | tuple) else value
 
 
@@ -65,7 +74,7 @@ def _digest(tensors: Iterable[Tensor], beside: str = "") -> str:
     for tensor in tensors:
         total.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
         total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return f"{DIGEST}{total.hexdigest()[:16]}"
+    return f"{_DIGEST}{total.hexdigest()[:16]}"
 
 
 def fingerprint(value: object, depth: int = 6) -> str:
@@ -85,7 +94,7 @@ def fingerprint(value: object, depth: int = 6) -> str:
         return re.sub(r" at 0x[0-9A-Fa-f]+", "", repr(value))
     name = getattr(value, "__qualname__", type(value).__qualname__)
     parts = " ".join(fingerprint(entry, depth - 1) for entry in inner)
-    return f"{name} {DIGEST}{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+    return f"{name} {_DIGEST}{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def _parts(value: object) -> Sequence[object]:
@@ -93,8 +102,8 @@ def _parts(value: object) -> Sequence[object]:
     code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
     if isinstance(code, CodeType):
         closed = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
-        given = [getattr(value, name, None) for name in ("__defaults__", "__kwdefaults__", "__self__")]
-        return [code.co_code, code.co_names, *code.co_consts, *given, *closed]
+        bound = [getattr(value, name, None) for name in ("__defaults__", "__kwdefaults__", "__self__")]
+        return [code.co_code, code.co_names, *code.co_consts, *bound, *closed]
     if isinstance(value, nn.Module):
         return [repr(value), *_numbers(value), *value.state_dict().items()]
     if isinstance(value, partial):
@@ -108,7 +117,7 @@ def _parts(value: object) -> Sequence[object]:
     if isinstance(value, set | frozenset):
         return sorted(fingerprint(entry) for entry in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [(one.name, getattr(value, one.name)) for one in fields(value)]
+        return [(item.name, getattr(value, item.name)) for item in fields(value)]
     # Objects with a repr of their own, such as loggers, may have attributes that differ between processes.
     default_repr = " object at 0x" in repr(value) and hasattr(value, "__dict__")
     return sorted(vars(value).items(), key=str) if default_repr else []
@@ -121,10 +130,10 @@ def _numbers(module: nn.Module) -> list[tuple[str, str, object]]:
     """
     return [
         (path, name, value)
-        for path, one in module.named_modules()
-        for name, value in sorted(vars(one).items())
+        for path, child in module.named_modules()
+        for name, value in sorted(vars(child).items())
         if not name.startswith("_") and name != "training"
-        if isinstance(value, int | float) or (isinstance(value, str) and name in getattr(one, "__constants__", ()))
+        if isinstance(value, int | float) or (isinstance(value, str) and name in getattr(child, "__constants__", ()))
     ]
 
 
@@ -133,3 +142,65 @@ def _content(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return None
+
+
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    """The differing settings with old and new value, and the data and weights with other contents.
+
+    Args:
+        old: identity of the stored run.
+        new: identity of this run.
+
+    Returns:
+        A list separated by semicolons; empty if the identities are equal.
+    """
+    lines: list[str] = []
+    for name in {**old, **new}:
+        differing = [*_differing((name,), old.get(name), new.get(name))]
+        plain = [_values(*difference) for difference in differing if not _is_digest(*difference)]
+        lines += plain or _contents(name, [keys for keys, *_ in differing])
+    rest = len(lines) - _MOST_SHOWN
+    return "; ".join([*lines[:_MOST_SHOWN], *([f"and {rest} more"] if rest > 0 else [])])
+
+
+def _differing(keys: _Keys, old: object, new: object) -> Iterator[tuple[_Keys, object, object]]:
+    """The innermost values that differ, with their keys."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differing((*keys, str(key)), old.get(key), new.get(key))
+    elif old != new:
+        yield keys, old, new
+
+
+def _is_digest(_: _Keys, old: object, new: object) -> bool:
+    return all(isinstance(value, str) and value.startswith(_DIGEST) for value in (old, new))
+
+
+def _contents(name: str, entries: list[_Keys]) -> list[str]:
+    """One line for all tensors of an entry whose shapes agree."""
+    if not entries:
+        return []
+    inner = [".".join(keys[1:-1]) for keys in entries]
+    if not inner[0]:
+        return [f"the {name} have the same shapes and other contents"]
+    more = f" and {len(inner) - 1} more tensors" if len(inner) > 1 else ""
+    return [f"the {name} {inner[0]}{more} have the same shapes and other contents"]
+
+
+def _values(keys: _Keys, old: object, new: object) -> str:
+    name = ".".join(keys)
+    if isinstance(old, list) and isinstance(new, list) and all(isinstance(entry, str) for entry in [*old, *new]):
+        gone, added = [entry for entry in old if entry not in new], [entry for entry in new if entry not in old]
+        if gone or added:
+            parts = [f"without {listed(gone, 2)}"] * bool(gone) + [f"with {listed(added, 2)}"] * bool(added)
+            return f"{name} are {len(new)} instead of {len(old)}: now {' and '.join(parts)}"
+    before, after = _shown(old), _shown(new)
+    if before == after:  # a function with other code, or an object with other contents
+        return f"{name} is {after} with other contents"
+    return f"{name} was {before} and is {after}"
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    text = re.sub(rf" ?{_DIGEST}[0-9a-f]+", "", text) or "something else"
+    return text if len(text) <= 80 else f"{text[:77]}..."

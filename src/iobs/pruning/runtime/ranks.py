@@ -79,9 +79,9 @@ class Ranks:
         """
         if self.size == 1:
             return value
-        found = torch.tensor(value, dtype=torch.float64)
-        self.sum(found)
-        return float(found)
+        number = torch.tensor(value, dtype=torch.float64)
+        self.sum(number)
+        return float(number)
 
     def means(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
         """Weighted means of tensors over all ranks; the tensors themselves if there is one rank.
@@ -100,13 +100,13 @@ class Ranks:
         total = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
         self.sum(total)
         share = weight / max(float(total), 1e-30)
-        found: list[Tensor] = []
+        means: list[Tensor] = []
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.flatten() for tensor in bucket]) * share
             self.sum(flat)
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-            found += [part.reshape(one.shape).to(one.dtype) for part, one in zip(parts, bucket, strict=True)]
-        return found
+            means += [part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, bucket, strict=True)]
+        return means
 
     def each(self, compute: Callable[[int], Tensor], count: int, like: Tensor) -> Iterator[Tensor]:
         """The results of `count` independent tasks, in order; every rank computes one of them at a time.
@@ -122,11 +122,11 @@ class Ranks:
         """
         for start in range(0, count, self.size):
             place = start + self.rank
-            own = compute(place) if place < count else like
+            computed = compute(place) if place < count else like
             for owner in range(min(self.size, count - start)):
-                found = own if self.size == 1 else own.to(torch.float64, copy=True)
-                self.broadcast(found, owner)
-                yield found
+                result = computed if self.size == 1 else computed.to(torch.float64, copy=True)
+                self.broadcast(result, owner)
+                yield result
 
     def part(self, rows: int) -> slice:
         """This rank's share of the rows of a matrix: consecutive rows, in the order of the ranks."""
@@ -192,7 +192,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Consecutive tensors of up to `_BUCKET` numbers together."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and sum(one.numel() for one in bucket) + tensor.numel() > _BUCKET:
+        if bucket and sum(held.numel() for held in bucket) + tensor.numel() > _BUCKET:
             yield bucket
             bucket = []
         bucket.append(tensor)
@@ -255,11 +255,11 @@ def joined() -> Iterator[Ranks]:
         yield ALONE
         return
     try:
-        own = int(os.environ.get("LOCAL_RANK", "0"))
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", own + 1))  # by their number, so that all decide alike
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))  # by their number, so that all decide alike
         gpus = torch.cuda.is_available() and processes <= torch.cuda.device_count()
         if gpus:
-            torch.cuda.set_device(own)
+            torch.cuda.set_device(local_rank)
         store, rank, size = _met()
         # gloo reduces tensors on the CPU in both cases.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"

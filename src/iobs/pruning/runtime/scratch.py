@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import ceil, floor
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from safetensors import SafetensorError
 
 from iobs.core.paths import expanded
 from iobs.errors import OutputError
-from iobs.pruning.runtime.checkpoint import locked
+
+if sys.platform != "win32":
+    import fcntl
 
 PARTIAL = ".partial"
 
@@ -36,33 +39,48 @@ def scratch_folder(folder: Path | None, name: str = "iobs", needed_bytes: int = 
         OutputError: the disk has too little room, or became full.
     """
     place = Path(tempfile.gettempdir()) if folder is None else existing(folder)
+    with ExitStack() as stack:
+        try:
+            remove_abandoned(place, name)
+            scratch = stack.enter_context(locked_folder(place, name))
+        except OSError:
+            place = Path(tempfile.gettempdir())
+            scratch = stack.enter_context(locked_folder(place, name))
+        try:
+            require_free(place, needed_bytes)
+            yield scratch
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, OutputError) or not _is_full(error):
+                raise
+            raise OutputError(
+                f"The disk of {place}, which holds temporary files, became full; free some space."
+            ) from error
+
+
+@contextmanager
+def locked_folder(place: Path, name: str) -> Iterator[Path]:
+    """Yield a new locked folder `.NAME.*.partial` in `place`, which is removed at the end.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder, handle = _make_locked(place, name)
     try:
-        remove_abandoned(place, name)
-        made, lock = _made(place, name)
-    except OSError:
-        place = Path(tempfile.gettempdir())
-        made, lock = _made(place, name)
-    try:
-        require_free(place, needed_bytes)
-        yield made
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, OutputError) or not _is_full(error):
-            raise
-        raise OutputError(f"The disk of {place}, which holds temporary files, became full; free some space.") from error
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
 
 
 def _is_full(error: Exception) -> bool:
-    """Check that an error says that the disk is full; that of safetensors says so in words."""
+    """True if an error says that the disk is full; that of safetensors says so in words."""
     code = error.errno if isinstance(error, OSError) else None
     return code in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error)
 
 
 def require_free(place: Path, needed_bytes: int) -> None:
-    """Check that a disk has room for temporary files.
+    """Raise unless a disk has room for temporary files.
 
     Args:
         place: an existing folder on it.
@@ -82,11 +100,11 @@ def require_free(place: Path, needed_bytes: int) -> None:
 def existing(folder: str | Path) -> Path:
     """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
     path = Path(os.path.realpath(expanded(folder)))
-    return next(one for one in (path, *path.parents) if one.is_dir())
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def is_partial(entry: Path, name: str) -> bool:
-    """Check that an entry is a temporary folder of the name `name`."""
+    """True if an entry is a temporary folder of the name `name`."""
     return entry.name.startswith(f".{name}.") and entry.name.endswith(PARTIAL) and entry.is_dir()
 
 
@@ -99,28 +117,48 @@ def remove_abandoned(place: Path, name: str) -> None:
     for entry in place.iterdir():
         if is_partial(entry, name):
             with suppress(OSError):  # belongs to a running process, or to another user
-                handle = locked(entry)
+                handle = lock_folder(entry)
                 if handle is not None:
                     shutil.rmtree(entry, ignore_errors=True)
                     os.close(handle)
 
 
-def _made(place: Path, name: str) -> tuple[Path, int | None]:
+def _make_locked(place: Path, name: str) -> tuple[Path, int | None]:
     """A new temporary folder and its lock.
 
     Raises:
         OSError: it cannot be created.
     """
     while True:
-        made = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=PARTIAL, dir=place))
         try:
-            lock = locked(made)
+            handle = lock_folder(folder)
         except (BlockingIOError, FileNotFoundError):  # another process has taken it for abandoned, before it was locked
             continue
         except OSError:  # as when too many files are open: another folder could not be locked either
-            made.rmdir()
+            folder.rmdir()
             raise
-        if made.is_dir():
-            return made, lock
-        if lock is not None:
-            os.close(lock)
+        if folder.is_dir():
+            return folder, handle
+        if handle is not None:
+            os.close(handle)
+
+
+def lock_folder(directory: Path) -> int | None:
+    """Lock a directory; returns the file handle that holds the lock, or None if the system has no such locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the directory cannot be opened.
+    """
+    if sys.platform == "win32":
+        return None
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return handle

@@ -27,14 +27,11 @@ _CAUSAL = re.compile(r"(ForCausalLM|(?<!With)LMHeadModel)\.forward$")
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError, ArithmeticError)
 
 
-def collect(
-    batches: Iterable[Batch] | Batch, stored: Callable[[Iterator[Batch]], Iterator[Batch]] = iter
-) -> list[Batch]:
+def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
     """Collect the batches into a list and check them.
 
     Args:
         batches: the data.
-        stored: gives the batches as they are kept until the end of the run.
 
     Raises:
         CalibrationError: there is no batch, or a batch is empty or of an unknown type, or the data are one tuple
@@ -46,12 +43,12 @@ def collect(
     if isinstance(batches, tuple) and _is_pair(batches):
         raise CalibrationError("A single batch (inputs, labels) goes into a list: [(inputs, labels)].")
     try:
-        given = iter(batches)
+        iterator = iter(batches)
     except TypeError:
         raise CalibrationError(
             f"Calibration data must be an iterable of batches, such as a list of tensors; got {type(batches).__name__}."
         ) from None
-    result = list(stored(given))
+    result = [*iterator]
     if not result:
         raise CalibrationError("There is no calibration data: give at least one batch of inputs.")
     for index, batch in enumerate(result):

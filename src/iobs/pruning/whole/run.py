@@ -175,7 +175,7 @@ def _workspace(
     """The workspace of the refit of the layers after the first removal; all their columns are kept."""
     layers = _writers(store.model, collected[0], parts.first(removed))
     skipped = {one.name: Reason("asked", "is not refitted") for one in find_layers(store.model) if one not in layers}
-    selection = store.checked(collected, Selection(tuple(layers), skipped), asked.holdout)
+    selection = store.check(collected, Selection(tuple(layers), skipped), asked.holdout)
     patterns = {layer: Groups(layer.shape[1], keep=1) for layer in selection.layers}
     request = Request(asked.recipe, patterns, asked.pattern, asked.holdout, asked.seed, asked.checkpoint)
     unused = [f"{path}." for path in parts.unused(removed)]

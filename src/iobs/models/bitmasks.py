@@ -1,4 +1,4 @@
-"""Packed files back to dense ones: one tensor at a time, into a directory or a temporary folder beside them."""
+"""Exact packed files, a mask bit per entry and the nonzero values: written and read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,56 @@ from torch import Tensor
 from iobs.core.files import weight_index
 from iobs.core.paths import expanded
 from iobs.errors import ModelError
-from iobs.models.companions import copy_companions
+from iobs.models.output import copy_companions
 from iobs.models.ready import is_ready, read_ready, weight_of
-from iobs.models.shards import Entry, ShardWriter, read_entries
+from iobs.models.weights import Entry, ShardWriter, read_entries
 from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"
-MASK, VALUES, SHAPES = ":mask", ":values", "iobs_shapes"
+_MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Flat integer view of the bits of a tensor. Only +0.0 maps to 0, so -0.0 and NaN count as values."""
+    return tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
+
+
+def pack(shard: Path, target: Path) -> None:
+    """Write a file of weights as a packed file, one tensor at a time.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    entries, metadata = read_entries(shard)
+    try:
+        _pack_entries(shard, target, entries, metadata)
+    except SafetensorError as error:
+        raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
+
+
+def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+    packed: dict[str, Entry] = {}
+    shapes: dict[str, list[int]] = {}
+    with safe_open(shard, framework="pt") as opened:
+        for name, entry in entries.items():
+            size = entry.bytes // entry.dtype.itemsize
+            kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
+            if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
+                packed[name + _MASK] = Entry(torch.uint8, ((size + 7) // 8,))
+                packed[name + _VALUES] = Entry(entry.dtype, (kept,))
+                shapes[name] = list(entry.shape)
+            else:
+                packed[name] = entry
+        with ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)}) as writer:
+            for name in entries:
+                tensor = opened.get_tensor(name)
+                if name not in shapes:
+                    writer.put(name, tensor)
+                    continue
+                mask = _bits(tensor) != 0
+                writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+                writer.put(name + _VALUES, tensor.flatten()[mask])
 
 
 def unpack(path: str | Path, directory: Path) -> None:
@@ -66,13 +109,13 @@ def unpacked_bytes(path: str | Path) -> int:
     Raises:
         ModelError: a packed file is damaged.
     """
-    found = 0
+    total = 0
     for file in sorted(expanded(path).glob(f"*{SUFFIX}")):
         if is_ready(file):
-            found += sum(one.nbytes for one in read_ready(file).state.values())
+            total += sum(tensor.nbytes for tensor in read_ready(file).state.values())
         else:
-            found += sum(entry.bytes for entry in _contents(file)[0].values())
-    return found
+            total += sum(entry.bytes for entry in _contents(file)[0].values())
+    return total
 
 
 def scratch_beside(path: str | Path, needed_bytes: int) -> AbstractContextManager[Path]:
@@ -101,16 +144,16 @@ def _contents(file: Path) -> tuple[dict[str, Entry], dict[str, list[int]], dict[
     """
     entries, metadata = read_entries(file)
     try:
-        shapes = json.loads(metadata.pop(SHAPES))
+        shapes = json.loads(metadata.pop(_SHAPES))
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
     _require_parts(file, shapes, entries)
     dense: dict[str, Entry] = {}
     for name, entry in entries.items():
-        if name.removesuffix(MASK) in shapes:
-            whole = name.removesuffix(MASK)
-            dense[whole] = Entry(entries[whole + VALUES].dtype, tuple(shapes[whole]))
-        elif name.removesuffix(VALUES) not in shapes:
+        if name.removesuffix(_MASK) in shapes:
+            whole = name.removesuffix(_MASK)
+            dense[whole] = Entry(entries[whole + _VALUES].dtype, tuple(shapes[whole]))
+        elif name.removesuffix(_VALUES) not in shapes:
             dense[name] = entry
     return dense, shapes, metadata
 
@@ -120,7 +163,7 @@ def _unpack(file: Path, target: Path) -> None:
     try:
         with safe_open(file, framework="pt") as opened, ShardWriter(target, dense, metadata) as writer:
             for name, entry in dense.items():
-                stored = [name + MASK, name + VALUES] if name in shapes else [name]
+                stored = [name + _MASK, name + _VALUES] if name in shapes else [name]
                 tensors = {part: opened.get_tensor(part) for part in stored}
                 writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
     except SafetensorError as error:
@@ -135,7 +178,7 @@ def _require_parts(file: Path, shapes: object, entries: Mapping[str, Entry]) -> 
     """
     nothing = Entry(torch.uint8, ())
     for name, shape in shapes.items() if isinstance(shapes, dict) else [("", None)]:
-        mask, values = entries.get(name + MASK, nothing), entries.get(name + VALUES, nothing)
+        mask, values = entries.get(name + _MASK, nothing), entries.get(name + _VALUES, nothing)
         size = _entries_in(shape)
         fits = mask.dtype is torch.uint8 and mask.shape == ((size + 7) // 8,)
         if not fits or len(values.shape) != 1 or not 0 <= values.shape[0] <= size:
@@ -152,16 +195,16 @@ def _entries_in(shape: object) -> int:
 def _unround(file: Path, target: Path) -> None:
     """Write the dense weights of a file that is ready to run."""
     contents = read_ready(file)
-    entries = {name: Entry(one.dtype, tuple(one.shape)) for name, one in contents.state.items()}
-    layers = {weight_of(layer): layer for layer in contents.matrices}
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.state.items()}
+    layers = {weight_of(name): layer for name, layer in contents.layers.items()}
     with ShardWriter(target, entries, {"format": "pt"}) as writer:
         for name in entries:
-            writer.put(name, contents.tensors[name] if name in contents.tensors else contents.dense(layers[name]))
+            writer.put(name, contents.tensors[name] if name in contents.tensors else layers[name].dense())
 
 
 def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:
     result = torch.zeros(entry.shape, dtype=entry.dtype)
-    packed, values = tensors[name + MASK], tensors[name + VALUES]
+    packed, values = tensors[name + _MASK], tensors[name + _VALUES]
     bits = np.unpackbits(packed.numpy(), axis=0, count=result.numel(), bitorder="little")
     chosen = torch.from_numpy(bits).bool()
     if int(chosen.sum()) != len(values):

@@ -6,7 +6,7 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from iobs.errors import OutputError, ProblemError
-from iobs.pruning.samples.batches import Batch, mapped
 
 Place = Literal["auto", "device", "memory", "disk"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -40,14 +39,14 @@ def reserve(file: Path, size: int) -> None:
                 raise
 
 
-def spilled(file: Path, hidden: Tensor) -> Tensor:
+def write_mapped(file: Path, hidden: Tensor) -> Tensor:
     """A copy of a tensor in a file that is mapped into memory, so that it takes no anonymous memory."""
     reserve(file, hidden.numel() * hidden.element_size())
     kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return kept.reshape(hidden.shape).copy_(hidden)
 
 
-def locked(like: Tensor) -> Tensor:
+def empty_locked(like: Tensor) -> Tensor:
     """An empty tensor of a shape and dtype in page-locked memory, which takes its own bytes and less than a page more.
 
     torch's allocator of such memory rounds the bytes up to a power of two, and keeps them until the process ends.
@@ -60,39 +59,24 @@ def locked(like: Tensor) -> Tensor:
     """
     raw = torch.empty(like.nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     start = -raw.data_ptr() % mmap.PAGESIZE  # no two locked ranges share a page
-    found = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+    aligned = raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
-    code = int(runtime.cudaHostRegister(found.data_ptr(), like.nbytes, _PORTABLE))
+    code = int(runtime.cudaHostRegister(aligned.data_ptr(), like.nbytes, _PORTABLE))
     if code:
         raise OutputError(
             f"Main memory for the hidden states cannot be page-locked (CUDA error {code}); free some, put them in "
             'files (streams "disk"), or give fewer samples.'
         )
-    return found
+    return aligned
 
 
 def unlock(tensor: Tensor) -> None:
-    """End the lock of a tensor from `locked`; after an error of the device, which lasts, the lock lasts too."""
+    """End the lock of a tensor from `empty_locked`; after an error of the device, which lasts, the lock lasts too."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
     runtime.cudaHostUnregister(tensor.data_ptr())
 
 
-@dataclass(frozen=True)
-class Room:
-    """Free bytes in each place.
-
-    Args:
-        device: memory of the device, besides what the run itself takes.
-        memory: main memory.
-        disk: of the output.
-    """
-
-    device: int
-    memory: int
-    disk: int
-
-
-def place_named(name: str) -> Place:
+def parse_place(name: str) -> Place:
     """The place with a name.
 
     Raises:
@@ -104,43 +88,41 @@ def place_named(name: str) -> Place:
     raise ProblemError(f'streams must be "auto", "device", "memory" or "disk", got {name!r}.')
 
 
-def chosen(place: Place, on_cpu: bool, needed: int, room: Room) -> Place:
+def choose_place(place: Place, on_cpu: bool, needed: int, free: Mapping[Place, int]) -> Place:
     """Choose the place of hidden states and fitted parameters.
 
     "auto" is the first of device, main memory and disk with enough room. A CPU takes the disk, because a mapped file
     stays in main memory as long as the system has room for it. A mapped file takes no anonymous memory.
 
     Args:
-        place: what was asked.
+        place: as the user says.
         on_cpu: True if the device of the computations is a CPU.
         needed: bytes.
-        room: free bytes.
+        free: bytes of the device besides what the run itself takes, of main memory, and of the disk, in this order.
 
     Raises:
         ProblemError: there is no such place.
         OutputError: no place has enough room.
     """
-    if place_named(place) != "auto":
+    if parse_place(place) != "auto":
         return place
     if on_cpu:
         return "disk"
-    if needed <= room.device:
-        return "device"
-    if needed <= room.memory:
-        return "memory"
-    if needed <= room.disk:
-        return "disk"
+    for candidate, room in free.items():
+        if needed <= room:
+            return candidate
+    device, memory, disk = (f"{free[candidate] / 1e9:.1f} GB" for candidate in PLACES[1:])
     raise OutputError(
-        f"The hidden states take {needed / 1e9:.1f} GB. The device has {room.device / 1e9:.1f} GB left, main memory "
-        f"{room.memory / 1e9:.1f} GB and the disk {room.disk / 1e9:.1f} GB; free some, or give fewer samples."
+        f"The hidden states take {needed / 1e9:.1f} GB. The device has {device} left, main memory {memory} and the "
+        f"disk {disk}; free some, or give fewer samples."
     )
 
 
 def require_place(place: Place, needed: int, memory: int) -> None:
-    """Check that main memory has room for hidden states and fitted parameters that were asked to be there.
+    """Raise unless main memory has room for hidden states and fitted parameters that were asked to be there.
 
     Args:
-        place: what was asked.
+        place: as the user says.
         needed: bytes.
         memory: free bytes of main memory; 0 where the system does not say.
 
@@ -185,12 +167,12 @@ class Storage:
         if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
             return before.copy_(tensor)
         if self.place == "disk":
-            self.kept[name] = spilled(self.folder / name, tensor)
+            self.kept[name] = write_mapped(self.folder / name, tensor)
             return self.kept[name]
         if before is not None:
             self._drop(name)
         locks = self.device.type == "cuda" and torch.cuda.is_available() and tensor.nbytes > 0
-        self.kept[name] = locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.kept[name] = empty_locked(tensor) if locks else torch.empty(tensor.shape, dtype=tensor.dtype)
         if locks:
             self._locked.add(name)
         return self.kept[name].copy_(tensor)
@@ -217,26 +199,3 @@ class Storage:
     def fetch(self, stored: Tensor) -> Tensor:
         """A copy of a stored tensor on the device."""
         return stored.to(self.device, copy=True)
-
-
-def spilled_batches(folder: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Read batches one at a time, and give each with its tensors in mapped files.
-
-    Args:
-        folder: of the files.
-        batches: read as they are needed; none is referred to once the next one is read.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    count = 0
-
-    def store(tensor: Tensor) -> Tensor:
-        nonlocal count
-        if not tensor.numel():
-            return tensor
-        count += 1
-        return spilled(folder / f"{count}.batch", tensor.cpu())
-
-    for batch in batches:
-        yield mapped(batch, store) if isinstance(batch, (Tensor, Mapping, tuple, list)) else batch

@@ -1,7 +1,8 @@
 """16-bit models on a CPU without fast instructions for them: computed in float32, saved in their own dtype.
 
 That is float16 on every CPU, and bfloat16 where the CPU has no instructions for it. There a product in bfloat16 takes
-torch five times as long as in float32, and its gradient some hundred times as long.
+torch five times as long as in float32, and its gradient some hundred times as long. Where a model in float32 would take
+too much memory, the weights of `WideLinear` stay in 16 bits, and a part of their rows is converted at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -71,3 +73,44 @@ def _widened(module: nn.Module) -> Iterator[tuple[Tensor, torch.dtype]]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+_PART = 2**23  # entries of the weight that are float32 at a time
+
+
+class WideLinear(nn.Linear):
+    """A linear layer with products in float32; inputs and outputs keep their dtype.
+
+    Only the input has a gradient: the weight is frozen, as everything outside the blocks is.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product of inputs (..., columns) with the weight (rows, columns), plus the bias."""
+        output: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Inputs times the transposed weight; the gradient of the weight is left out."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        wide, output = inputs.float(), inputs.new_empty(*inputs.shape[:-1], len(weight))
+        parts = _parts(weight)
+        for part, out in zip(parts, torch.split(output, [len(part) for part in parts], -1), strict=True):
+            out.copy_(wide @ part.float().T)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=torch.float32)
+        parts = _parts(weight)
+        for part, pull in zip(parts, torch.split(gradient, [len(part) for part in parts], -1), strict=True):
+            total += pull.float() @ part.float()
+        return total.to(gradient.dtype), None
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(weight, max(1, _PART // weight.shape[1]))

@@ -1,0 +1,349 @@
+"""Runs of `iobs prune` by blocks: of a model that does not fit on the GPU, and from files to files (`--low-memory`)."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import typer
+
+from iobs.cli import console
+from iobs.errors import ModelError, OutputError, ProblemError, is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from iobs.cli.run_file import Asked
+    from iobs.cli.running import Place
+    from iobs.data import Batch
+    from iobs.models import LoadedModel
+    from iobs.pruning.blockwise.offloaded import OffloadedStore
+    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.store import Store
+    from iobs.pruning.workspace import Request
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Place of the hidden states if the blocks of a model visit a device.
+
+    Args:
+        place: as `--streams`; None: as "auto".
+        folder: of files; None: the default folder for temporary files.
+    """
+
+    place: str | None
+    folder: Path | None
+
+    @classmethod
+    def of(cls, place: str | None, output: Path | None) -> Self:
+        """The place that was asked for; files lie beside the output."""
+        return cls(place, None if output is None else Path(os.path.realpath(output)).parent)
+
+    def store(self, module: nn.Module, device: torch.device) -> OffloadedStore:
+        """A store of a model whose blocks visit a device.
+
+        Raises:
+            ProblemError: there is no such place.
+        """
+        from iobs.pruning.blockwise.offloaded import OffloadedStore
+        from iobs.pruning.blockwise.storage import parse_place
+
+        return OffloadedStore(module, device, parse_place(self.place or "auto"), self.folder)
+
+
+def refuse_streams(streams: str, device: str | None) -> None:
+    """Refuse `--streams` where no block will visit a device: the option does nothing there.
+
+    Raises:
+        typer.BadParameter: the device is the CPU.
+        ProblemError: there is no such place.
+    """
+    import torch
+
+    from iobs.cli.loading import checked_device
+    from iobs.pruning.blockwise.storage import parse_place
+
+    parse_place(streams)
+    if torch.device(checked_device(device)).type == "cpu":
+        raise typer.BadParameter(
+            "only with --low-memory, or on a GPU that is too small for the model: otherwise no hidden states are kept. "
+            "Add --low-memory, or leave it out",
+            param_hint="--streams",
+        )
+
+
+def store_of(loaded: LoadedModel, request: Request | None, device: str, streams: Streams) -> Store:
+    """The store of a model in main memory, for a run on a device.
+
+    Args:
+        loaded: the model; it moves to the device if a run fits there.
+        request: what is asked; None: whole units are removed, which needs the whole model on the device.
+        device: of the computations.
+        streams: place of the hidden states, if the model does not fit.
+
+    Raises:
+        ProblemError: the model does not fit, and the recipe needs the whole model.
+    """
+    import torch
+
+    from iobs.models.factory import is_built_by_code
+    from iobs.pruning.blockwise.store import fits, resident_bytes
+    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.store import Store
+
+    place = torch.empty(0, device=device).device
+    if request is not None and (about := warning_of(request.patterns, request.recipe)):
+        console.warn(about)
+    if request is None or fits(loaded.module, [*request.patterns], request.recipe, place):
+        if streams.place is not None:
+            console.say(f"--streams does nothing now: the whole model is on {place}, and no hidden states are kept.")
+        loaded.module.to(place)
+        return Store(loaded.module, is_built_by_code(loaded.source))
+    needed = resident_bytes(loaded.module, [*request.patterns], request.recipe) / 1e9
+    store, reason = streams.store(loaded.module, place), f"The model and its copies take {needed:.1f} GB on {place}"
+    try:
+        store.require_possible(request.recipe)
+    except ProblemError as error:
+        raise ProblemError(f"{reason}, which has less. Its blocks would visit {place}, but: {error}") from error
+    console.say(f"{reason}, which has less: the model stays in main memory, and its blocks visit {place}.")
+    return store
+
+
+def run_where_it_fits(
+    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None, streams: Streams
+) -> Result:
+    """Run with the whole model on the GPU, and begin again by blocks if the GPU becomes full.
+
+    The memory of hidden states, Grams and solves is known only during a run. A failed run has restored the weights.
+
+    Args:
+        run: prunes the model of a store.
+        loaded: the model.
+        store: the first store.
+        request: what is asked; None: whole units are removed, which needs the whole model on the device.
+        streams: place of the hidden states of a run by blocks.
+
+    Raises:
+        IOBSError: as the runs.
+        RuntimeError: memory ran out, and the recipe needs the whole model, or there are several ranks.
+    """
+    import torch
+
+    place = store.device
+    try:
+        return run(store)
+    except RuntimeError as error:
+        if request is None or not _may_run_by_blocks(store, request, error):
+            raise
+    # The error is gone here, and so are the tensors that its traceback has held.
+    store.forget()
+    loaded.module.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    console.say(f"The run takes more memory than {place} has: it begins again, and the blocks visit {place}.")
+    return run(streams.store(loaded.module, place))
+
+
+def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:
+    """True if a run failed because its GPU was full, and that its recipe does not need the whole model there."""
+    from iobs.pruning.blockwise.store import require_streamable
+    from iobs.pruning.runtime.ranks import current
+
+    if not (store.whole and store.device.type == "cuda" and current().size == 1 and is_out_of_memory(error)):
+        return False
+    try:
+        require_streamable(request.recipe)
+    except ProblemError:
+        return False
+    return True
+
+
+def plan_of(store: Store, request: Request, batches: Sequence[Batch]) -> Plan | None:
+    """The plan of a run whose blocks visit a device; None for other stores.
+
+    Raises:
+        IOBSError: as the run would.
+    """
+    from iobs.pruning.blockwise.offloaded import OffloadedStore
+    from iobs.pruning.network.selection import Selection
+
+    if not isinstance(store, OffloadedStore):
+        return None
+    return store.foreseen(Selection(tuple(request.patterns), {}), batches, request.recipe, request.holdout)
+
+
+def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
+    """Show the plan of a run by blocks, line by line."""
+    show(f"{plan.layers} matrices; the whole model takes {plan.model_bytes / 1e9:.2f} GB")
+    show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
+    if plan.copied_bytes:
+        show(f"Copies of the dense weights: {plan.copied_bytes / 1e9:.2f} GB in main memory, beside the model")
+    show(f"Predicted time: {plan.seconds / 60:.0f} min")
+    for name, seconds in plan.phases.items():
+        show(f"  {name}: {seconds / 60:.1f} min")
+    show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
+    place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
+    show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
+
+
+def prune_low_memory(
+    directory: str | None,
+    asked: Asked,
+    device: str | None,
+    place: Place,
+    dry_run: bool,
+    as_json: bool,
+    streams: str = "auto",
+) -> None:
+    """Show what a run will need and, unless that is all, prune a directory with one block in memory at a time.
+
+    Raises:
+        ModelError: MODEL is no directory.
+        OutputError: the disk has too little room.
+        ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
+    """
+    from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
+    from iobs.cli.results import write_card
+    from iobs.cli.running import prune_as_asked
+    from iobs.core.files import weight_files
+    from iobs.core.paths import expanded
+    from iobs.models.skeleton import without_weights
+    from iobs.models.streamed import StreamedModel
+    from iobs.models.streamed_store import StreamedStore
+    from iobs.pruning.allocation.bits import require_whole
+    from iobs.pruning.blockwise.storage import parse_place
+    from iobs.pruning.blockwise.store import require_streamable
+    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.driver import requested
+    from iobs.pruning.runtime.ranks import current
+    from iobs.report import summary_lines, write_report
+
+    options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
+    chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
+    streams_place = parse_place(streams)
+    require_streamable(recipe)
+    require_whole(options.pattern, False)
+    directory = directory and str(expanded(directory))
+    if directory is None or not Path(directory).is_dir():
+        raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
+    if dry_run and not weight_files(Path(directory)):
+        if current().first:
+            _show_machines(Path(directory), asked, as_json, arithmetic)
+        return
+    streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
+    store = StreamedStore(streamed, output or Path(), streams_place)
+    selection = store.select(options.include, options.ignore, recipe.depthwise)
+    selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    if about := warning_of(selection.layers, recipe):
+        console.warn(about)
+    name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
+    plan = store.plan(selection, batches, recipe, options.holdout)
+    if (dry_run or output is None) and not current().first:
+        return
+    if dry_run or output is None:
+        if as_json:
+            console.print_json(asdict(plan))
+        else:
+            show_plan(plan, console.output_console().print)
+        _warn_of_memory(plan, store.device)
+        if output is not None:
+            try:
+                store.require_room(plan, checkpoint, place.replaceable)
+            except OutputError as error:  # the plan was asked for, and the run may be meant for another machine
+                console.warn(f"Warning: {error}")
+        return
+    show_plan(plan, console.say)
+    _warn_of_memory(plan, store.device)
+    with store.writing(place.replaceable):
+        facts = {"model": directory, "calibration": name, "seq_len": window}
+        report = prune_as_asked(store, batches, asked, checkpoint, facts)
+        if not current().first:
+            return
+        write_card(report, "transformers", store.folder, Path(directory) / "README.md")
+        write_report(report, store.folder)
+        asked.write(store.folder)
+    place.finish()
+    if as_json:
+        console.print_json({"output": str(output), **report.as_dict()})
+        return
+    out = console.output_console()
+    for line in summary_lines(report):
+        out.print(line)
+    out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
+
+
+def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: torch.dtype | None) -> None:
+    """Show what a run takes on several GPUs; the directory holds a configuration and no weights.
+
+    Args:
+        directory: of the configuration.
+        asked: recipe and options.
+        as_json: print JSON.
+        arithmetic: dtype of the computations in blocks; None: as the weights are stored.
+    """
+    from iobs.models.skeleton import shapes_of
+    from iobs.pruning.cost.machines import GPUS, need
+
+    options, recipe = asked.options, asked.recipe
+    halves = recipe.blocks is not None and recipe.blocks.halves
+    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise, halves)
+    machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
+    itemsize = None if arithmetic is None else arithmetic.itemsize
+    needs = [
+        need(
+            network,
+            recipe,
+            options.samples,
+            options.seq_len,
+            options.batch_size,
+            machine,
+            options.holdout,
+            itemsize,
+        )
+        for machine in machines
+    ]
+    if as_json:
+        described = [{**asdict(each), "fits": each.fits, "streams": each.streams} for each in needs]
+        console.print_json({"weights": network.weights, "machines": described})
+        return
+    out = console.output_console().print
+    out(f"{directory} holds no weights: predicted from config.json for {network.weights / 1e9:.1f} billion weights,")
+    length = min(options.seq_len, network.context or options.seq_len)
+    out(f"{options.samples} samples of {length} tokens, at half of each vendor's figures.")
+    for each in needs:
+        machine = each.machine
+        peak, hours = max(each.peak_bytes.values()), sum(each.phases.values()) / 3600
+        fits = "fits" if each.fits else "does not fit"
+        out(f"{machine.count} x {machine.name}: peak {peak / 1e9:.1f} GB ({fits}), {hours:.2f} h")
+        out("  peak by phase: " + ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in each.peak_bytes.items()))
+        out("  time by phase: " + ", ".join(f"{name} {value / 60:.1f} min" for name, value in each.phases.items()))
+        place = "the device" if each.streams == "device" else "main memory"
+        out(f"  hidden states and fitted parameters: {each.streams_bytes / 1e9:.1f} GB in {place} of every rank")
+
+
+def _warn_of_memory(plan: Plan, device: torch.device) -> None:
+    """Warn if a run is predicted to take more memory than is free, or if its files do not stay in main memory."""
+    from iobs.pruning.runtime import memory
+    from iobs.pruning.runtime.ranks import current
+
+    free = memory.left(device) // (current().size if device.type == "cpu" else 1)
+    if 0 < free < plan.peak_bytes:
+        console.warn(
+            f"Warning: the run is predicted to take {plan.peak_bytes / 1e9:.2f} GB of memory, and {device} has "
+            f"{free / 1e9:.2f} GB for it; lower --batch-size, --seq-len or --samples, or take --recipe one-shot."
+        )
+    cached = memory.available() // current().size
+    if plan.streams == "disk" and 0 < cached < plan.streams_bytes:
+        console.warn(
+            f"Warning: files of hidden states and fitted parameters take {plan.streams_bytes / 1e9:.2f} GB, and main "
+            f"memory has {cached / 1e9:.2f} GB left; they are read from the disk again and again, and the predicted "
+            "time does not count that."
+        )
