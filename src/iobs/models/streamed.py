@@ -20,7 +20,6 @@ from iobs.models.skeleton import skeleton
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.formats import with_formats
-from iobs.pruning.calibration.halving import halved
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, select, unobserved
@@ -153,33 +152,17 @@ class StreamedModel:
             ModelError: the blocks do not pass on one hidden state.
         """
         if not self._traced:
-            self._replace_blocks(with_formats, batch)
+            blocks = [*self.blocks]
+            self.blocks[:] = with_formats(
+                self.module,
+                blocks,
+                batch,
+                self.arithmetic,
+                lambda stage: self.load(blocks[stage]),
+                lambda stage: self.drop(blocks[stage]),
+            )
             self._traced = True
         return self.blocks
-
-    def halve(self, batch: Batch) -> list[Block]:
-        """Divide the blocks into halves, unless they are; also those of a `dense_copy`. Returns the halves.
-
-        Raises:
-            ModelError: the blocks do not pass on one hidden state.
-            ProblemError: a block cannot be divided.
-        """
-        if any(block.half is not None for block in self.trace(batch)):
-            return self.blocks
-        self._replace_blocks(halved, batch)
-        return self.blocks
-
-    def _replace_blocks(self, found: _Chain, batch: Batch) -> None:
-        """Replace the blocks by what `found` makes of them; it runs a sample through them, one in memory at a time."""
-        whole = [*self.blocks]
-        self.blocks[:] = found(
-            self.module,
-            whole,
-            batch,
-            self.arithmetic,
-            lambda stage: self.load(whole[stage]),
-            lambda stage: self.drop(whole[stage]),
-        )
 
     def load(self, block: Block) -> None:
         """Load the weights of a block; buffers that are wider in the files than `arithmetic` keep their dtype."""

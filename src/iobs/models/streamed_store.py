@@ -200,9 +200,9 @@ class StreamedStore(BlockwiseStore):
         assert self._run.plan is not None
         self.require_room(self._run.plan, checkpoint, self._run.replaceable)
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
-        """The blocks of the model, or their halves."""
-        return self.streamed.halve(batches[0]) if halves else self.streamed.trace(batches[0])
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks of the model."""
+        return self.streamed.trace(batches[0])
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""
@@ -324,8 +324,6 @@ class StreamedStore(BlockwiseStore):
         fit, steps = recipe.blocks, batches
         if fit is not None:
             steps = in_steps(self.model, Samples.of(batches), fit).batches
-            if fit.halves:
-                self.streamed.halve(batches[0])
         entries, itemsize = self.streamed.directory.entries, self.streamed.arithmetic.itemsize
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.linearity import multiplied_as_they_are
 from iobs.pruning.calibration.observe import observe
 from iobs.pruning.calibration.replay import exact_chain
@@ -126,19 +125,14 @@ class Store(InMemory):
             OutputError: they have not.
         """
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
         """The blocks along which the model can be run, possibly none. Call it while the model is dense.
 
         Args:
             batches: calibration data.
             layers: the layers to prune.
-            halves: divide every block into two halves.
-
-        Raises:
-            ProblemError: a block cannot be divided.
         """
-        found = exact_chain(self.model, batches, layers)
-        return halved(self.model, found, batches[0]) if halves and found else found
+        return exact_chain(self.model, batches, layers)
 
     def as_dense(self) -> AbstractContextManager[object]:
         """Context at the start of a run in which the model computes what the dense model does."""

@@ -20,7 +20,6 @@ from iobs.pruning.blockwise.spill import Place, Storage, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
 from iobs.pruning.cost.memory_plan import Plan, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
@@ -120,20 +119,18 @@ class OffloadedStore(BlockwiseStore):
         Raises:
             CalibrationError: the model does not take a batch.
             ModelError: the model does not run exactly along a chain of blocks.
-            ProblemError: a block cannot be divided into halves.
             OutputError: the hidden states have no room.
         """
         with self.visits.on_call(parts_of(self.model)):
             selection = super().checked(batches, selection, holdout)
-        fit = self._recipe.blocks
         self._layers = selection.layers
         with torch.no_grad():
-            self._blocks = self._chain(batches, fit is not None and fit.halves)
+            self._blocks = self._chain(batches)
         self._plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
         self._storage.place = cast(Place, self._plan.streams)
         return selection
 
-    def _chain(self, batches: Sequence[Batch], halves: bool) -> list[Block]:
+    def _chain(self, batches: Sequence[Batch]) -> list[Block]:
         """The blocks of the model; afterwards everything else is on the device, and buffers are as before.
 
         The chain is compared with the whole model on one sample of each kind of batches, and its order on all batches.
@@ -150,17 +147,6 @@ class OffloadedStore(BlockwiseStore):
             raise self._no_chain()
         self.visits.settle(chain)
         self._hidden = [self._first_hidden(batch, chain) for batch in batches]
-        if not halves:
-            return chain
-        members = [self.visits.members(block.holds) for block in chain]
-        chain = halved(
-            self.model,
-            chain,
-            batches[0],
-            enter=lambda stage: self.visits.bring(members[stage]),
-            release=lambda stage: self.visits.send(members[stage]),
-        )
-        self.visits.settle(chain)
         return chain
 
     def _first_hidden(self, batch: Batch, chain: list[Block]) -> Tensor:
@@ -210,8 +196,8 @@ class OffloadedStore(BlockwiseStore):
         values = dict(self.state())
         return sum(values[name].nbytes for name in {layer.key for layer in layers})
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
-        """The blocks of the model, or their halves, that `checked` has found."""
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks of the model that `checked` has found."""
         return self._blocks
 
     def state(self) -> Iterable[tuple[str, Tensor]]:

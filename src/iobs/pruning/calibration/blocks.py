@@ -44,21 +44,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half of a block: its modules up to an addition to the hidden state, or those after it.
-
-    Args:
-        modules: names of the children of the block that belong to the half.
-        ends: the child at whose call the first half ends; None: the second half.
-        without: of the second half, the children of the first one, and what they return after the hidden state.
-    """
-
-    modules: frozenset[str]
-    ends: str | None
-    without: tuple[tuple[str, tuple[object, ...] | None], ...] = ()
-
-
-@dataclass(frozen=True)
 class Block:
     """A link of a chain: a module whose hidden state is the output of the link before it.
 
@@ -68,21 +53,15 @@ class Block:
         rest: entries that the module returns after the hidden state; None if it returns the hidden state alone. Tensors
             are replaced by None: they belong to one batch and to the weights at one time. A model that computes with
             them has no chain.
-        half: of the module, if the link is half of it; otherwise None.
     """
 
     path: str
     hidden: int | str
     rest: tuple[object, ...] | None = None
-    half: Half | None = None
 
     def holds(self, name: str) -> bool:
         """Check that a module or a parameter is this block or lies inside it."""
-        if name == self.path:
-            return self.half is None
-        if not name.startswith(f"{self.path}."):
-            return False
-        return self.half is None or name[len(self.path) + 1 :].partition(".")[0] in self.half.modules
+        return name == self.path or name.startswith(f"{self.path}.")
 
 
 def number_of_block(chain: Sequence[Block], name: str) -> int | None:

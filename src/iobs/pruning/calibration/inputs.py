@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from iobs.errors import NonFiniteError, is_out_of_memory
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Tracer
-from iobs.pruning.calibration.bypasses import Bypass, bypasses, without_state
 from iobs.pruning.calibration.hooks import captured_inputs, version_of
 from iobs.pruning.calibration.replay import StopForward, Stream
 from iobs.pruning.calibration.shortcuts import Shortcut, Shortcuts, find_shortcuts, same_output
@@ -47,7 +46,7 @@ class Order:
     """
 
     groups: list[SharedInput]
-    shortcuts: Sequence[Shortcut | Bypass]
+    shortcuts: Sequence[Shortcut]
 
 
 def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool) -> Order:
@@ -64,7 +63,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
     counts: dict[str, int] = {}
     alive: list[Tensor] = []  # keeps tensors that are compared by identity from being freed
     adding: Counter[str] = Counter()
-    shortcuts: Sequence[Shortcut | Bypass] | None = None  # found in the first run
+    shortcuts: Sequence[Shortcut] | None = None  # found in the first run
     tracer = Tracer()
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
@@ -89,7 +88,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
                     captured_additions(stream.model, uncounted, lambda layer, _: adding.update([layer.name]))
                 )
             stack.enter_context(captured_inputs(stream.model, uncounted, note, used))
-            if shortcuts is None and 0 <= stage < len(stream.chain) and stream.chain[stage].half is None:
+            if shortcuts is None and 0 <= stage < len(stream.chain):
                 stack.enter_context(tracer.recording(stream.model, stream.chain[stage].path))
             output = stream.run(stage, index)
         if shortcuts is None:
@@ -107,7 +106,7 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
 
 def _exact_shortcuts(
     stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object
-) -> Sequence[Shortcut | Bypass]:
+) -> Sequence[Shortcut]:
     """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks.
 
     Args:
@@ -120,27 +119,19 @@ def _exact_shortcuts(
     """
     if not tracer.calls:
         return []
-    layers = [layer for group in groups for layer in group]
-    found: list[Shortcut | Bypass] = [*find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)]
-    counts = Counter(call.path for call in tracer.calls)
-    # A cache of keys and values among the arguments would keep tensors without data.
-    plain = without_state(stream.arguments[index][stage])
-    others = bypasses(groups, {path for path, count in counts.items() if count == 1}) if plain else []
-    others = [one for one in others if all(one.layer != other.layer for other in found)]
-    known = _known_inputs(stream, stage, index, [*found, *others])
     place = {layer: number for number, group in enumerate(groups) for layer in group}
-    found.sort(key=lambda one: place[one.layer])
-    exact: list[Shortcut | Bypass] = []
-    for one in found + others:
-        if one.layer in known:
-            # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
-            before = [other for other in exact if place[other.layer] < place[one.layer]]
-            if _is_exact(stream, stage, index, [*before, one], known, output):
-                exact.append(one)
+    candidates = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, [*place])
+    inputs = _known_inputs(stream, stage, index, candidates)
+    exact: list[Shortcut] = []
+    for candidate in sorted(candidates, key=lambda shortcut: place[shortcut.layer]):
+        # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
+        before = [shortcut for shortcut in exact if place[shortcut.layer] < place[candidate.layer]]
+        if candidate.layer in inputs and _is_exact(stream, stage, index, [*before, candidate], inputs, output):
+            exact.append(candidate)
     return exact
 
 
-def _known_inputs(stream: Stream, stage: int, index: int, found: Sequence[Shortcut | Bypass]) -> dict[Layer, Tensor]:
+def _known_inputs(stream: Stream, stage: int, index: int, found: Sequence[Shortcut]) -> dict[Layer, Tensor]:
     """The inputs of the layers of shortcuts on a batch, as far as a sweep stores them."""
     if not found:
         return {}
@@ -158,7 +149,7 @@ def _is_exact(
     stream: Stream,
     stage: int,
     index: int,
-    found: Sequence[Shortcut | Bypass],
+    found: Sequence[Shortcut],
     known: dict[Layer, Tensor],
     output: object,
 ) -> bool:

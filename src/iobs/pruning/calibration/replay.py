@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, number_of_block, with_hidden
-from iobs.pruning.calibration.half_blocks import run_half
 from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
@@ -113,8 +112,7 @@ class Stream:
     def _block(self, stage: int, index: int, hidden: Tensor) -> object:
         block = self.chain[stage]
         args, kwargs = inserted(self.arguments[index][stage], block.hidden, hidden)
-        module = self.model.get_submodule(block.path)
-        return module(*args, **kwargs) if block.half is None else run_half(module, block, args, kwargs)
+        return self.model.get_submodule(block.path)(*args, **kwargs)
 
     def through(self, stages: Iterable[int], index: int, hidden: Tensor) -> Tensor:
         """A hidden state of the batch at `index` after some blocks; the stored hidden states are not used."""
@@ -300,24 +298,11 @@ def inserted(arguments: Arguments, where: int | str, hidden: Tensor | None) -> A
 def replaced_blocks(
     model: nn.Module, blocks: list[Block], behaviour: Callable[[int, Args, Kwargs], object]
 ) -> Iterator[None]:
-    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit.
+    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit."""
 
-    Two halves of a block follow each other.
-    """
-    positions: dict[str, list[int]] = {}
-    for position, block in enumerate(blocks):
-        positions.setdefault(block.path, []).append(position)
+    def forward_of(position: int) -> Callable[..., object]:
+        return lambda *args, **kwargs: behaviour(position, args, kwargs)
 
-    def run(path: str, args: Args, kwargs: Kwargs) -> object:
-        first, *others = positions[path]
-        output = behaviour(first, args, kwargs)
-        for position in others:
-            args, kwargs = inserted((args, kwargs), blocks[position].hidden, hidden_of(output))
-            output = behaviour(position, args, kwargs)
-        return output
-
-    def forward_of(path: str) -> Callable[..., object]:
-        return lambda *args, **kwargs: run(path, args, kwargs)
-
-    with replaced_forwards([(model.get_submodule(path), forward_of(path)) for path in positions]):
+    replacements = [(model.get_submodule(block.path), forward_of(position)) for position, block in enumerate(blocks)]
+    with replaced_forwards(replacements):
         yield

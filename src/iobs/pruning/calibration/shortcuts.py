@@ -1,8 +1,8 @@
 """Shortcuts through a block: modules that need not run again once the input of one layer is known.
 
 After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind it
-need only this input. Either a whole module is replaced: the attention module returns the output projection of the
-input, and computes nothing else. Or, where attention is a function, only layers are replaced, as in `bypasses`.
+need only this input: the attention module is replaced by one that returns the output projection of the input, and
+computes nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.calibration.blocks import Call, hidden_of, with_hidden
-from iobs.pruning.calibration.bypasses import Bypass
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import replaced_forwards
 
@@ -70,7 +69,7 @@ class Shortcuts:
         known: inputs by layer and index of the batch.
     """
 
-    found: Sequence[Shortcut | Bypass]
+    found: Sequence[Shortcut]
     keep: Callable[[int, int, Tensor], Tensor]
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
     known: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
