@@ -7,8 +7,8 @@ from families import MODELS, build
 from safetensors.torch import load_model, save_model
 
 import iobs
+from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.gram import EXPERT_TOKENS, Gram, of_routed
-from iobs.pruning.calibration.replay import exact_chain
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select

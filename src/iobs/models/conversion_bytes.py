@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.network.calls import Args, Kwargs
 
 _Rule = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 

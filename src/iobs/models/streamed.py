@@ -19,7 +19,7 @@ from iobs.models.halves import native
 from iobs.models.skeleton import skeleton
 from iobs.models.wide_linear import WideLinear
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.formats import with_formats
+from iobs.pruning.calibration.chains import with_formats
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, select, unobserved

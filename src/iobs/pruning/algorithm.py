@@ -25,7 +25,7 @@ from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.importance import row_importance
-from iobs.pruning.calibration.scores import metric
+from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
@@ -33,14 +33,13 @@ from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
-from iobs.pruning.network.census import Census
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
-from iobs.pruning.network.selection import Selection
+from iobs.pruning.network.selection import Census, Selection
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.reconstruction.walk import Walk
@@ -210,7 +209,7 @@ class Best:
     @property
     def index(self) -> int:
         """Position of the best record."""
-        return best_index(self.records, asked(self.plan))
+        return best_index(self.records, sparsity_of(self.plan))
 
     @property
     def record(self) -> RoundRecord:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.linearity import multiplied_as_they_are
-from iobs.pruning.calibration.observe import observe
-from iobs.pruning.calibration.replay import exact_chain
-from iobs.pruning.calibration.residency import InMemory
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.observe import multiplied_as_they_are, observe
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import keeping_buffers, put, state, structure_kept_on_failure
@@ -28,7 +27,7 @@ from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, r
 Names = str | Sequence[str] | None
 
 
-class Store(InMemory):
+class Store(Residency):
     """The weights of a model that is in memory, and copies of the original weights.
 
     Subclasses keep the weights elsewhere, such as `OffloadedStore` and `StreamedStore`. `iobs.prune` takes a

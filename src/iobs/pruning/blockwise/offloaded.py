@@ -20,7 +20,8 @@ from iobs.pruning.blockwise.spill import Place, Storage, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
 from iobs.pruning.cost.memory_plan import Plan, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.finetune.scoring import NOT_COPIED
