@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 
 import torch
@@ -44,11 +45,11 @@ def captured_inputs(
         for layer in layers:
             if layer.is_called:
                 for module in _modules_of(model, layer):
-                    before = _before_call(layer, note, uses)
+                    before = partial(uses.begin_call, layer)
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                    stack.callback(module.register_forward_hook(_after_call(layer, uses)).remove)
+                    stack.callback(module.register_forward_hook(partial(uses.end_call, layer)).remove)
         for recurrence, matrices in _recurrences(model, layers):
-            before = _before_recurrence(matrices, note)
+            before = partial(_note_recurrence, matrices, note)
             stack.callback(recurrence.register_forward_pre_hook(before, with_kwargs=True).remove)
         stack.enter_context(Observer(uses))
         yield
@@ -95,21 +96,6 @@ def _modules_of(model: nn.Module, layer: Layer) -> list[nn.Module]:
     ]
 
 
-def _before_call(layer: Layer, note: Note, uses: _WeightUses) -> Callable[..., None]:
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        uses.running.add(layer.name)
-        note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
-
-    return before
-
-
-def _after_call(layer: Layer, uses: _WeightUses) -> Callable[..., None]:
-    def after(module: nn.Module, args: Args, output: object) -> None:
-        uses.running.discard(layer.name)
-
-    return after
-
-
 def _recurrences(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[nn.Module, list[tuple[Layer, str]]]]:
     """The recurrent modules with matrices of the layers: each layer with the name of its parameter there.
 
@@ -127,13 +113,13 @@ def _recurrences(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[nn
                 yield module, matrices
 
 
-def _before_recurrence(matrices: Sequence[tuple[Layer, str]], note: Note) -> Callable[..., None]:
-    def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        inputs = matrix_inputs(module, args, kwargs)
-        for layer, name in matrices:
-            note(layer, module, inputs[name])
-
-    return before
+def _note_recurrence(
+    matrices: Sequence[tuple[Layer, str]], note: Note, module: nn.Module, args: Args, kwargs: Kwargs
+) -> None:
+    """Note the inputs of the matrices of a recurrent module before its call."""
+    inputs = matrix_inputs(module, args, kwargs)
+    for layer, name in matrices:
+        note(layer, module, inputs[name])
 
 
 class _WeightUses:
@@ -142,7 +128,7 @@ class _WeightUses:
     A weight is recognised by its address in memory, since its slices and transposes share its storage.
 
     Attributes:
-        running: names of the layers whose module is running; a hook has already captured their input.
+        running: names of the layers whose module is running: a hook has already captured their input.
     """
 
     def __init__(
@@ -157,6 +143,15 @@ class _WeightUses:
             self._layers.setdefault(_address(layer.stored(model)), []).append(layer)
             if tensor.ndim == 2:
                 self._matrices[_address(tensor)] = layer, tensor.mT if layer.transposed else tensor
+
+    def begin_call(self, layer: Layer, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Note the input of a layer that is called as a module."""
+        self.running.add(layer.name)
+        self.note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
+
+    def end_call(self, layer: Layer, module: nn.Module, args: Args, output: object) -> None:
+        """Watch for other uses of the layer's weight again."""
+        self.running.discard(layer.name)
 
     def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None] | None:
         """Capture the factors of a product before it is computed."""

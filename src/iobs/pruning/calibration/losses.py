@@ -98,9 +98,7 @@ def _class_loss(scores: Tensor, labels: Tensor, reduction: Reduction = "mean") -
     labels = labels.to(scores.device)
     if scores.numel() <= _WHOLE:
         return functional.cross_entropy(scores.float(), labels, reduction=reduction)
-    count = max(1, PIECE // scores.shape[1])
-    pieces = zip(torch.split(scores, count), torch.split(labels, count), strict=True)
-    total = torch.stack([_recomputed(_summed_class_loss, *piece) for piece in pieces]).sum()
+    total = _in_pieces(_summed_class_loss, scores, labels)
     return total / (labels != IGNORED).sum() if reduction == "mean" else total
 
 
@@ -205,12 +203,9 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
         dense, sparse = dense.float(), sparse.float()
         return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
-    rows, classes = dense.shape
-    if rows * classes <= _WHOLE:
+    if dense.numel() <= _WHOLE:
         return _divergence(dense, sparse, "batchmean")
-    count = max(1, PIECE // classes)
-    pieces = zip(torch.split(dense, count), torch.split(sparse, count), strict=True)
-    return torch.stack([_recomputed(_summed_divergence, *piece) for piece in pieces]).sum() / rows
+    return _in_pieces(_summed_divergence, dense, sparse) / len(dense)
 
 
 def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
@@ -227,10 +222,12 @@ def _summed_divergence(dense: Tensor, sparse: Tensor) -> Tensor:
     return _divergence(dense, sparse, "sum")
 
 
-def _recomputed(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets: Tensor) -> Tensor:
-    """The summed loss of some rows, whose float32 scores are computed again for the gradient."""
-    total: Tensor = checkpoint(loss, scores, targets, use_reentrant=False, preserve_rng_state=False)
-    return total
+def _in_pieces(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss of rows of scores (rows, classes), whose float32 copies are made again for the gradient."""
+    count = max(1, PIECE // scores.shape[1])
+    pieces = zip(torch.split(scores, count), torch.split(targets, count), strict=True)
+    sums = [checkpoint(loss, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.stack(sums).sum()
 
 
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:

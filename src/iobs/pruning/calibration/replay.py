@@ -8,7 +8,7 @@ whole model runs, with blocks that pass their input on. Without a chain the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,21 +91,17 @@ class Stream:
 
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
-        with ExitStack() as stack:
-            if 0 <= stage < len(self.chain):
-                if self.shortcuts is not None:
-                    stack.enter_context(self.shortcuts.taken(self.model, index))
+        if 0 <= stage < len(self.chain):
+            with nullcontext() if self.shortcuts is None else self.shortcuts.taken(self.model, index):
                 return self._block(stage, index, self.state(index))
-            if self.chain and stage == BEFORE:
-                stack.enter_context(replaced_blocks(self.model, self.chain[:1], self._stop))
-            elif self.chain:
-                stack.enter_context(
-                    replaced_blocks(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw))
-                )
-            try:
+        with suppress(StopForward):
+            if not self.chain:
                 return batches.forward(self.model, self.data[index])
-            except StopForward:
-                return None
+            if stage == len(self.chain):
+                return self.output(index, self.state(index))
+            with replaced_blocks(self.model, self.chain[:1], _stop):
+                return batches.forward(self.model, self.data[index])
+        return None
 
     def _block(self, stage: int, index: int, hidden: Tensor) -> object:
         block = self.chain[stage]
@@ -184,12 +180,9 @@ class Stream:
             raise ChainError
         self.arguments.append(recorded)
 
-    def _stop(self, position: int, args: Args, kwargs: Kwargs) -> object:
-        raise StopForward
 
-    def _pass_on(self, index: int, position: int, args: Args, kwargs: Kwargs) -> object:
-        hidden, last = hidden_argument(self.chain[position], args, kwargs), position == len(self.chain) - 1
-        return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, self.chain[position].rest)
+def _stop(position: int, args: Args, kwargs: Kwargs) -> object:
+    raise StopForward
 
 
 def cast_floats(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
