@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration.gram import Gram, Statistics, of_routed
+from iobs.pruning.calibration.gram import Gram, Statistics, statistics_of
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.inputs import require_finite
 from iobs.pruning.calibration.replay import Stream
@@ -86,7 +86,7 @@ class Stack:
         for gram in (gram for pair in pairs.values() for gram in pair):
             gram.sum_over(self.ranks)
             gram.finish()
-        return {layer: of_routed(*pairs[layer]) for layer in experts}
+        return {layer: statistics_of(*pairs[layer], routed=True) for layer in experts}
 
     def _run(self, experts: Sequence[Layer], note: Callable[[Layer, Tensor, bool, int], None]) -> None:
         """Run the stage, and call `note(layer, input, held out, number)` for every input of some experts."""

@@ -322,23 +322,19 @@ class Statistics:
                     gram.forget_energy()
 
 
-def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
-    """The statistics of a layer that has calibration or held-out inputs, but perhaps not both."""
-    held = heldout if heldout is not None and heldout.count else None
-    if calibration.count:
-        return Statistics(calibration, held)
-    groups, columns = calibration.own.shape[:2]
-    return by_magnitude(groups, columns, calibration.own.device, "no sample that is calibrated on reaches it", held)
+def statistics_of(calibration: Gram, heldout: Gram | None, routed: bool = False) -> Statistics:
+    """The statistics of a layer that has calibration or held-out inputs, but perhaps not both.
 
-
-def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
-    """The statistics of an expert; an expert with fewer than `EXPERT_TOKENS` tokens is pruned by magnitude."""
-    tokens, heldout_or_none = calibration.count, heldout if heldout.count else None
-    if tokens >= EXPERT_TOKENS:
-        return Statistics(calibration, heldout_or_none, tokens)
+    A layer without calibration inputs is pruned by magnitude, and so is an expert, to which tokens are `routed`, with
+    fewer than `EXPERT_TOKENS` of them.
+    """
+    heldout = heldout if heldout is not None and heldout.count else None
+    count = calibration.count
+    if count >= (EXPERT_TOKENS if routed else 1):
+        return Statistics(calibration, heldout, count if routed else None)
     groups, columns = calibration.own.shape[:2]
-    reason = f"{tokens} tokens were routed to it"
-    return by_magnitude(groups, columns, calibration.own.device, reason, heldout_or_none, tokens)
+    reason = f"{count} tokens were routed to it" if routed else "no sample that is calibrated on reaches it"
+    return by_magnitude(groups, columns, calibration.own.device, reason, heldout, count)
 
 
 def by_magnitude(

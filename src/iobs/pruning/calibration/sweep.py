@@ -19,8 +19,8 @@ from iobs.pruning.calibration.gram import (
     Statistics,
     draw_positions,
     input_rows,
-    of_called,
     output_rows,
+    statistics_of,
 )
 from iobs.pruning.calibration.inputs import (
     Captured,
@@ -243,7 +243,7 @@ class Sweep:
                 gram.unpair()
             if unpaired[1]:
                 gram.drift = None
-        return of_called(grams[0], grams[1] if self.heldout.batches else None)
+        return statistics_of(grams[0], grams[1] if self.heldout.batches else None)
 
     def _add(
         self,
