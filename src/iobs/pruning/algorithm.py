@@ -110,7 +110,16 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
         if recipe.curvature == "joint" and not recipe.reads_weights_only:
             rows = row_importance(work.store.model, work.selection.layers, work.fit, work.request.seed)
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases, rows
+            store=work.store,
+            patterns=patterns,
+            recipe=recipe,
+            index=index,
+            checkpoint=work.checkpoint,
+            ranks=work.ranks,
+            masters=masters,
+            callback=work.callbacks,
+            biases=biases,
+            importance=rows,
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:

@@ -44,7 +44,7 @@ from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Projection:
     """Prune the groups of one sweep, or read their weights from the checkpoint, and record the result.
 
