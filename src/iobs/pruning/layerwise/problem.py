@@ -101,9 +101,7 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
             damping=task.recipe.damping,
             name=task.layer.name,
         )
-        solution = solution if scale is None else unscaled(solution, problem, scale)
-        solution.stats["drift_damping"] = drift_damping
-        solutions.append(solution)
+        solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
 
 
@@ -169,11 +167,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for place, (problem, scale, drift_damping) in enumerate(zip(problems, scales, dampings, strict=True)):
-        if scale is not None:
-            solutions[place] = unscaled(solutions[place], problem, scale)
-        solutions[place].stats["drift_damping"] = drift_damping
-    return solutions
+    results = zip(solutions, problems, scales, dampings, strict=True)
+    return [_unscaled(*result) for result in results]
 
 
 def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
@@ -188,8 +183,11 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     return task.importance[part].sqrt()[:, None].to(problem.dtype)
 
 
-def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
-    """The solution of a problem, from that of the problem with scaled rows."""
+def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:
+    """The solution of a problem, from that of the problem with scaled rows, with the damping of the drift noted."""
+    solution.stats["drift_damping"] = drift_damping
+    if scale is None:
+        return solution
     stats = solution.stats
     if "scales" in stats:  # of weights on a grid
         stats = {**stats, "scales": stats["scales"] / scale}
