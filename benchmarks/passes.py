@@ -34,12 +34,11 @@ NETWORKS = ("llama", "encoder", "encoder-128", "vit")
 # The phase of a call is the first of these files among its callers, from the outermost on.
 PHASES = {
     "allocation/": "allocation",
-    "calibration/replay.py": "chain",
+    "calibration/chains.py": "chain",
     "calibration/sweep.py": "sweep",
     "reconstruction/": "steps",
     "finetune/trainer.py": "steps",
     "calibration/losses.py": "losses",
-    "calibration/scores.py": "losses",
 }
 
 

@@ -31,7 +31,6 @@ def test_dry_run_without_weights_follows_the_settings_of_the_run(run, tmp_path):
     usual = fitting()
     assert fitting("--dtype", "float32") > usual
     assert fitting("--set", "blocks.batch_size=4") > usual
-    assert fitting("--set", "blocks.halves=true")[0] < usual[0]
 
 
 @pytest.mark.parametrize(("place", "shown"), [("auto", "in files"), ("disk", "in files"), ("memory", "in main memory")])

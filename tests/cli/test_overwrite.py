@@ -6,7 +6,7 @@ import pytest
 from checks import one_error
 from short_options import ONE_SHOT
 
-from iobs.cli import low_memory, prune
+from iobs.cli import by_blocks, prune
 from iobs.report import read_report
 
 

@@ -7,8 +7,8 @@ from families import MODELS, build
 from safetensors.torch import load_model, save_model
 
 import iobs
-from iobs.pruning.calibration.gram import EXPERT_TOKENS, Gram, of_routed
-from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.gram import EXPERT_TOKENS, Gram, statistics_of
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select
@@ -114,7 +114,7 @@ def test_gram_of_an_expert_holds_its_routed_tokens(name):
 
 @pytest.mark.parametrize(("tokens", "by_size"), [(15, True), (16, False)])
 def test_expert_with_fewer_than_16_tokens_has_no_hessian(tokens, by_size):
-    found = of_routed(*(Gram(torch.eye(4).double()[None], count=tokens) for _ in range(2)))
+    found = statistics_of(*(Gram(torch.eye(4).double()[None], count=tokens) for _ in range(2)), routed=True)
     assert (found.rule == f"pruned by magnitude: {tokens} tokens were routed to it") is by_size
 
 

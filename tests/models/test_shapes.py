@@ -70,16 +70,14 @@ def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
     assert not need(shapes_of(directory), LONG, 128, 2048, 8, large).fits
 
 
-@pytest.mark.parametrize(
-    "blocks", [None, BlockFit(batch_size=2, network_steps=2), BlockFit(batch_size=2, window=1, halves=True)]
-)
+@pytest.mark.parametrize("blocks", [None, BlockFit(batch_size=2, network_steps=2)])
 def test_directory_and_configuration_foretell_the_same_time(directory, tmp_path, monkeypatch, blocks):
     rates, recipe = Rates(1e6, 1e6, 1e5), ONE_SHOT.but(allocation="block", blocks=blocks)
     monkeypatch.setattr(blockwise_store, "measured_rates", lambda device, dtype, locked: rates)
     data = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64)}] * 3
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
     plan = store.plan(store.select(None, None, False), data, recipe, 0.25)
-    network = shapes_of(directory, halves=blocks is not None and blocks.halves)
+    network = shapes_of(directory)
     found = need(network, recipe, 12, 8, 4, Machine("", 10**9, rates), 0.25, store.arithmetic.itemsize)
     assert found.phases == pytest.approx(plan.phases)
     assert network.blocks == len(store.streamed.blocks)

@@ -43,7 +43,6 @@ CHOICES = {
     "transposed": ("gpt2", "one-shot", QUICK | {"bias": "refit"}),
     "tuples": ("bloom", "one-shot", QUICK),
     "experts": ("mixtral", "one-shot", QUICK),
-    "halves": ("llama", FAST.but(blocks=replace(FIT, halves=True, window=1)), QUICK | SAME),
     "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | SAME),
     "pictures": ("vit", "one-shot", QUICK),
 }

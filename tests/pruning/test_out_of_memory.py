@@ -10,12 +10,11 @@ from torch.nn.utils import parametrize
 import iobs
 from iobs.errors import is_out_of_memory
 from iobs.pruning.blockwise.offloaded import OffloadedStore
-from iobs.pruning.calibration import inputs, losses
+from iobs.pruning.calibration import losses, shortcuts
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.linearity import changing_modules
+from iobs.pruning.calibration.chains import running_along_is_exact
 from iobs.pruning.calibration.losses import task_loss
-from iobs.pruning.calibration.observe import observe
-from iobs.pruning.calibration.replay import running_along_is_exact
+from iobs.pruning.calibration.observe import changing_modules, observe
 from iobs.pruning.calibration.tracking import Tracker
 from iobs.pruning.finetune.scoring import dense_copy
 from iobs.pruning.network.folding import folded
@@ -151,7 +150,7 @@ def product_is_compared(monkeypatch):
 
 
 def shortcut_is_tried(monkeypatch):
-    inputs._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
+    shortcuts._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
 
 
 def copies_are_followed(monkeypatch):

@@ -10,7 +10,7 @@ from sample_reports import SCORES, make_finetuned, make_report, pictures, shown,
 
 from iobs import report
 from iobs.errors import OutputError
-from iobs.pruning.samples.shown import Sample
+from iobs.pruning.report import Sample
 from iobs.report import plots, tables
 from iobs.report.paths import without_folders
 

@@ -293,8 +293,7 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: tor
     from iobs.pruning.cost.machines import GPUS, need
 
     options, recipe = asked.options, asked.recipe
-    halves = recipe.blocks is not None and recipe.blocks.halves
-    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise, halves)
+    network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
     itemsize = None if arithmetic is None else arithmetic.itemsize
     needs = [

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.report import Report
+from iobs.pruning.report import Report, Sample
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import REFUSALS, Batch
 from iobs.pruning.samples.outputs import logits, targets
-from iobs.pruning.samples.shown import Sample
 
 _IMAGES, _TEXTS = 8, 2  # samples that are shown
 _PROMPT, _MOST_TOKENS, _FEWEST_TOKENS = 24, 40, 4

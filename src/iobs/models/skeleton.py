@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from iobs.core.files import weight_files
@@ -18,7 +17,6 @@ from iobs.models.loaded import LoadedModel, unwritable
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_entries
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.halving import halved
 from iobs.pruning.cost.machines import Network
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select
@@ -97,9 +95,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def shapes_of(
-    path: str | Path, include: Names = None, ignore: Names = None, depthwise: bool = False, halves: bool = False
-) -> Network:
+def shapes_of(path: str | Path, include: Names = None, ignore: Names = None, depthwise: bool = False) -> Network:
     """The shapes of the model that a config.json describes.
 
     Args:
@@ -107,12 +103,10 @@ def shapes_of(
         include: names of the layers to prune; see `iobs.prune`.
         ignore: names of the layers that stay dense.
         depthwise: also prune depthwise convolutions.
-        halves: half-blocks take the place of blocks.
 
     Raises:
         ModelError: the configuration is not of a language model with a list of blocks.
         LayerSelectionError: a name pattern matches nothing.
-        ProblemError: a block cannot be divided.
     """
     module = skeleton(expanded(Path(path)))
     blocks = blocks_of(module)
@@ -120,8 +114,6 @@ def shapes_of(
     layers = [layer for layer in chosen if any(block.holds(layer.path) for block in blocks)]
     parameters = dict(module.named_parameters())
     context = context_of(module.config, None, module)  # type: ignore[arg-type]
-    if halves:  # found without weights too: on the meta device a forward pass computes shapes alone
-        blocks = halved(module.to("meta"), blocks, {"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
     sizes = [sum(parameter.numel() for name, parameter in parameters.items() if block.holds(name)) for block in blocks]
     total = sum(parameter.numel() for parameter in parameters.values())
     vocabulary = int(getattr(module.config, "vocab_size", 0))

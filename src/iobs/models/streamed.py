@@ -21,8 +21,7 @@ from iobs.models.sixteen_bits import WideLinear, native
 from iobs.models.skeleton import blocks_of, skeleton
 from iobs.models.weights import ShardWriter
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.formats import with_formats
-from iobs.pruning.calibration.halving import halved
+from iobs.pruning.calibration.chains import with_formats
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, select, unobserved
@@ -156,33 +155,17 @@ class StreamedModel:
             ModelError: the blocks do not pass on one hidden state.
         """
         if not self._traced:
-            self._replace_blocks(with_formats, batch)
+            blocks = [*self.blocks]
+            self.blocks[:] = with_formats(
+                self.module,
+                blocks,
+                batch,
+                self.arithmetic,
+                lambda stage: self.load(blocks[stage]),
+                lambda stage: self.drop(blocks[stage]),
+            )
             self._traced = True
         return self.blocks
-
-    def halve(self, batch: Batch) -> list[Block]:
-        """Divide the blocks into halves, unless they are; also those of a `dense_copy`. Returns the halves.
-
-        Raises:
-            ModelError: the blocks do not pass on one hidden state.
-            ProblemError: a block cannot be divided.
-        """
-        if any(block.half is not None for block in self.trace(batch)):
-            return self.blocks
-        self._replace_blocks(halved, batch)
-        return self.blocks
-
-    def _replace_blocks(self, make_chain: _Chain, batch: Batch) -> None:
-        """Replace the blocks by what `make_chain` makes of them; it runs a sample through one block after another."""
-        whole = [*self.blocks]
-        self.blocks[:] = make_chain(
-            self.module,
-            whole,
-            batch,
-            self.arithmetic,
-            lambda stage: self.load(whole[stage]),
-            lambda stage: self.drop(whole[stage]),
-        )
 
     def load(self, block: Block) -> None:
         """Load the weights of a block; buffers that are wider in the files than `arithmetic` keep their dtype."""

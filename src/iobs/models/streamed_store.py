@@ -161,9 +161,9 @@ class StreamedStore(BlockwiseStore):
         assert self._plan is not None
         self.require_room(self._plan, checkpoint, self._replaceable)
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
-        """The blocks of the model, or their halves."""
-        return self.streamed.halve(batches[0]) if halves else self.streamed.trace(batches[0])
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks of the model."""
+        return self.streamed.trace(batches[0])
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors of the files."""
@@ -245,8 +245,6 @@ class StreamedStore(BlockwiseStore):
             ModelError: the blocks cannot be run one by one.
         """
         self.streamed.trace(batches[0])
-        if recipe.blocks is not None and recipe.blocks.halves:
-            self.streamed.halve(batches[0])
         entries = self.streamed.directory.entries
         model_bytes = sum(entry.bytes for entry in entries.values())
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]

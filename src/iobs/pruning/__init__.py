@@ -36,10 +36,10 @@ Modules, in an order in which each imports only from modules before it (`tests/t
 """
 
 from iobs.pruning.audit import audit
-from iobs.pruning.calibration.fold import fold
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.driver import prune
 from iobs.pruning.keep_sparse import keep_sparse
+from iobs.pruning.network.folding import fold
 from iobs.pruning.recipe import Allocation, FineTune, Recipe, Rounds, Rule
 from iobs.pruning.report import Report
 

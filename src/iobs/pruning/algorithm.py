@@ -25,7 +25,7 @@ from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.importance import row_importance
-from iobs.pruning.calibration.scores import metric
+from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
@@ -33,14 +33,13 @@ from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
 from iobs.pruning.finetune.trainer import Trainer
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
-from iobs.pruning.network.census import Census
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
-from iobs.pruning.network.selection import Selection
+from iobs.pruning.network.selection import Census, Selection
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.reconstruction.walk import Walk
@@ -111,7 +110,16 @@ def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None
         if recipe.curvature == "joint" and not recipe.reads_weights_only:
             rows = row_importance(work.store.model, work.selection.layers, work.fit, work.request.seed)
         projection = Projection(
-            work.store, patterns, recipe, index, work.checkpoint, work.ranks, masters, work.callbacks, biases, rows
+            store=work.store,
+            patterns=patterns,
+            recipe=recipe,
+            index=index,
+            checkpoint=work.checkpoint,
+            ranks=work.ranks,
+            masters=masters,
+            callback=work.callbacks,
+            biases=biases,
+            importance=rows,
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:
@@ -210,7 +218,7 @@ class Best:
     @property
     def index(self) -> int:
         """Position of the best record."""
-        return best_index(self.records, asked(self.plan))
+        return best_index(self.records, sparsity_of(self.plan))
 
     @property
     def record(self) -> RoundRecord:

@@ -11,7 +11,7 @@ from torch import nn
 
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError, listed
-from iobs.pruning.calibration.reach import reached
+from iobs.pruning.calibration.hooks import reached
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers

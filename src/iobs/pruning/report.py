@@ -15,7 +15,6 @@ from iobs.core.whole_files import replaced
 from iobs.core.wording import plural
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
-from iobs.pruning.samples.shown import Sample
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +23,28 @@ JsonObject: TypeAlias = dict[str, Any]  # plain types by name
 Scores: TypeAlias = dict[str, float]  # metrics of one model, by name
 
 WORTH = 0.02  # fine-tuning must lower the held-out loss by this share; smaller gains are within noise
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One input, and the outputs of the dense and of the pruned model for it.
+
+    Args:
+        shown: the input: text, or the address of an image as "data:image/png;base64,...".
+        dense: continuation or predicted label of the dense model.
+        pruned: the same of the pruned model.
+        label: true label, or None.
+    """
+
+    shown: str
+    dense: str
+    pruned: str
+    label: str | None = None
+
+    @property
+    def is_image(self) -> bool:
+        """True if the input is an image."""
+        return self.shown.startswith("data:image/")
 
 
 class ZeroCount:

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.halving import halved
-from iobs.pruning.calibration.linearity import multiplied_as_they_are
-from iobs.pruning.calibration.observe import observe
-from iobs.pruning.calibration.replay import exact_chain
-from iobs.pruning.calibration.residency import InMemory
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.observe import multiplied_as_they_are, observe
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import keeping_buffers, put, state, structure_kept_on_failure
@@ -29,7 +27,7 @@ from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, r
 Names = str | Sequence[str] | None
 
 
-class Store(InMemory):
+class Store(Residency):
     """The weights of a model that is in memory, and copies of the original weights.
 
     Subclasses keep the weights elsewhere, such as `OffloadedStore` and `StreamedStore`. `iobs.prune` takes a
@@ -126,19 +124,14 @@ class Store(InMemory):
             OutputError: they have not.
         """
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
         """The blocks along which the model can be run, possibly none. Call it while the model is dense.
 
         Args:
             batches: calibration data.
             layers: the layers to prune.
-            halves: divide every block into two halves.
-
-        Raises:
-            ProblemError: a block cannot be divided.
         """
-        blocks = exact_chain(self.model, batches, layers)
-        return halved(self.model, blocks, batches[0]) if halves and blocks else blocks
+        return exact_chain(self.model, batches, layers)
 
     def as_dense(self) -> AbstractContextManager[object]:
         """Context at the start of a run in which the model computes what the dense model does."""

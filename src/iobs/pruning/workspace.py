@@ -234,8 +234,7 @@ class Workspace:
     def chain(self) -> list[Block]:
         """The blocks along which the model can be run; found at the first use, while the model is dense."""
         if self._chain is None:
-            halves = self.recipe.blocks is not None and self.recipe.blocks.halves
-            self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers, halves)
+            self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers)
         return self._chain
 
     @property

@@ -8,8 +8,7 @@ from html import escape
 
 from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
-from iobs.pruning.report import WORTH, Report
-from iobs.pruning.samples.shown import Sample
+from iobs.pruning.report import WORTH, Report, Sample
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report import plots
 from iobs.report.narrower import render_costs, render_widths

@@ -7,8 +7,7 @@ from torch import nn
 
 from iobs.errors import ModelError
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.formats import with_formats
-from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.chains import exact_chain, with_formats
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples.subsets import Samples

@@ -7,7 +7,7 @@ from torch import nn
 import iobs
 from iobs.errors import LayerSelectionError
 from iobs.models import ensure_torchvision
-from iobs.pruning.calibration.linearity import multiplied_as_they_are
+from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.network.selection import select
 
 

@@ -12,8 +12,7 @@ from torch import nn
 import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.calibration import losses
-from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, task_loss
-from iobs.pruning.calibration.scores import metric
+from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, metric, task_loss
 from iobs.pruning.samples.subsets import Samples
 
 

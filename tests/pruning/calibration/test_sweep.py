@@ -8,8 +8,9 @@ from menagerie import CASES, CHAINED, build, for_each_group
 from torch import nn
 
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.gram import Gram, draw_positions, input_rows
-from iobs.pruning.calibration.replay import BEFORE, Stream, exact_chain
+from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select

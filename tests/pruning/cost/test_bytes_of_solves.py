@@ -10,7 +10,7 @@ from iobs.core.patterns import Unstructured
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
-from iobs.pruning.calibration.residency import InMemory, park_wide
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.cost import memory_plan
 from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
 from iobs.pruning.cost.loads import Rates
@@ -40,7 +40,7 @@ def counted(layer, kind, recipe, residency):
                 dense = own + 0.1 * torch.randn(1, TOKENS, columns) if kind.pairs else None
                 grams[-1].add(own, dense, torch.randn(1, TOKENS, rows) if drifts else None)
             grams[-1].finish()
-            park_wide(grams[-1], str(part), residency)
+            grams[-1].park(str(part), residency.park)
     found = Statistics(grams[0], grams[1] if kind.parts == 2 else None)
     energy = target_energy(found.calibration, weight)
     found.forget_energy()
@@ -64,7 +64,7 @@ def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, part
         monkeypatch.setattr(module, "WIDE", 64 if wide else 10_000)
     recipe = Recipe(solver=solver, target="residual" if pairs else "layer")
     layer, kind = Layer("a", shape), GramKind(parts, pairs, WIDTH)
-    gathered, solved = counted(layer, kind, recipe, InMemory())
+    gathered, solved = counted(layer, kind, recipe, Residency())
     assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
     assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
 

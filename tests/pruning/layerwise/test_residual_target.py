@@ -10,7 +10,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.pruning.calibration.replay import exact_chain
+from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select

@@ -12,7 +12,7 @@ import iobs
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.calibration.residency import InMemory
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.finetune.scaled import scaled_gradients
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
@@ -58,7 +58,7 @@ def test_gradient_block_by_block_equals_back_propagation():
                 streams[1].advance(stage)
         names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
         masters = [Masters.of(Store(model), own, {}) for own in [*names, ["model.norm.weight"]]]
-        steps = NetworkSteps(*streams, masters, InMemory(), [0], [], ALONE, 0)
+        steps = NetworkSteps(*streams, masters, Residency(), [0], [], ALONE, 0)
         recorders = [Recorder() for _ in masters]
         steps._step(0, recorders, 1.0)
         loss = kl_to(dense)(model, data[0])
@@ -87,7 +87,7 @@ def test_gradient_in_float16_is_not_rounded_to_zero():
             names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
             masters = [Masters.of(Store(pair[0]), own, {}) for own in [*names, ["model.norm.weight"]]]
             recorders = [Recorder() for _ in masters]
-            NetworkSteps(*streams, masters, InMemory(), [0], [], ALONE, 0)._step(0, recorders, 1.0)
+            NetworkSteps(*streams, masters, Residency(), [0], [], ALONE, 0)._step(0, recorders, 1.0)
             found[dtype] = {name: value for one in recorders for name, value in one.gradients.items()}
     for name, value in found[torch.float32].items():
         half = found[torch.float16][name]
@@ -136,7 +136,7 @@ def test_judged_hidden_states_are_stored_between_the_blocks():
         streams[0].advance(BEFORE)
         kept.clear()
         masters = [Masters.of(Store(model), [], {}) for _ in range(3)]
-        loss = NetworkSteps(*streams, masters, InMemory(), [0], [1, 3], ALONE, 0).loss()
+        loss = NetworkSteps(*streams, masters, Residency(), [0], [1, 3], ALONE, 0).loss()
     assert {index: len(hidden) for index, hidden in kept.items()} == {1: 2, 3: 2}
     assert loss == 0
 

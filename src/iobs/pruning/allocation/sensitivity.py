@@ -29,7 +29,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Statistics, relative_output_error
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.calibration.residency import InMemory, Residency
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe.allocation import Allocation
@@ -92,7 +92,7 @@ class Planner:
     seed: int
     on_progress: Callable[[str, int, int], None] = lambda task, done, total: None
     on_note: Callable[[str], None] = lambda text: None
-    residency: Residency = field(default_factory=InMemory)
+    residency: Residency = field(default_factory=Residency)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     measured: dict[Layer, Measured] = field(default_factory=dict)
 

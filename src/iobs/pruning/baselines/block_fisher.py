@@ -146,15 +146,15 @@ def gradient_rows(model: nn.Module, layers: tuple[Layer, ...], part: Samples) ->
         for index in range(batches.size(batch)):
             single = batches.to_device(batches.take(batch, torch.tensor([index])), device)
             with torch.enable_grad():
-                found = torch.autograd.grad(task_loss(model, single), parameters, allow_unused=True)
+                computed = torch.autograd.grad(task_loss(model, single), parameters, allow_unused=True)
             gradients = [
                 torch.zeros_like(parameter) if gradient is None else gradient
-                for parameter, gradient in zip(parameters, found, strict=True)
+                for parameter, gradient in zip(parameters, computed, strict=True)
             ]
             pieces = [layer.matrix(gradient).flatten() for layer, gradient in zip(layers, gradients, strict=True)]
             rows[row] = torch.cat(pieces)
             if not bool(torch.isfinite(rows[row]).all()):  # checked in float32, which may overflow
-                name = next(one.name for one, piece in zip(layers, pieces, strict=True) if not _is_finite(piece))
+                name = next(layer.name for layer, piece in zip(layers, pieces, strict=True) if not _is_finite(piece))
                 raise NonFiniteError(
                     f"The gradient of the task loss at sample {index} of calibration batch {number} holds NaN or "
                     f"infinity in layer {name!r}; leave that sample out, or look for a division or a root of zero in "
@@ -241,13 +241,13 @@ def chita(weights: Tensor, fisher: BlockFisher, keep: int, searches: int = 0) ->
         if value >= least:
             break
         best, least = current, value
-    found = fisher.refit(weights, best != 0)
+    refitted = fisher.refit(weights, best != 0)
     for _ in range(searches):
-        trial = fisher.refit(weights, _searched(weights, fisher, keep, found) != 0)
-        if fisher.loss(trial - weights) >= fisher.loss(found - weights):
+        trial = fisher.refit(weights, _searched(weights, fisher, keep, refitted) != 0)
+        if fisher.loss(trial - weights) >= fisher.loss(refitted - weights):
             break
-        found = trial
-    return found
+        refitted = trial
+    return refitted
 
 
 def _searched(weights: Tensor, fisher: BlockFisher, keep: int, start: Tensor) -> Tensor:

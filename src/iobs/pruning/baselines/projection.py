@@ -14,7 +14,7 @@ from iobs.errors import NonFiniteError, PatternError, ProblemError
 from iobs.pruning.allocation.counts import global_sparsity, total_kept
 from iobs.pruning.audit import check_together, counted
 from iobs.pruning.baselines.block_fisher import BlockFisher, cbs, chita, gradient_rows, magnitude, woodfisher
-from iobs.pruning.layerwise.patterns import asked
+from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Recipe, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
@@ -36,7 +36,7 @@ _FIRST_STAGE = 0.1  # sparsity of the first of several stages
 
 
 def require_global(pattern: Pattern) -> None:
-    """Refuse patterns that a solver of the whole network cannot produce.
+    """Raise for patterns that a solver of the whole network cannot produce.
 
     Raises:
         PatternError: the pattern is not one sparsity for all layers together.
@@ -51,7 +51,7 @@ def require_global(pattern: Pattern) -> None:
 def require_memory(
     recipe: Recipe, layers: Sequence[Layer], data: Sequence[Batch], holdout: float, device: torch.device
 ) -> None:
-    """Check that the gradients of a solver of the whole network fit into the free memory of a device.
+    """Raise unless the gradients of a solver of the whole network fit into the free memory of a device.
 
     Args:
         recipe: of the run.
@@ -98,7 +98,7 @@ def project_network(work: Workspace, patterns: dict[Layer, Pattern], solver: Net
     layers, sparsity = tuple(patterns), global_sparsity(work.request.pattern)
     assert sparsity is not None
     if any(pattern is not work.request.pattern for pattern in patterns.values()):
-        sparsity = asked(patterns)  # a round of the cubic schedule
+        sparsity = sparsity_of(patterns)  # a round of the cubic schedule
     samples = work.portion(index)
     key = f"round {index} network"
     if key in work.checkpoint:
@@ -111,7 +111,7 @@ def project_network(work: Workspace, patterns: dict[Layer, Pattern], solver: Net
             work.callbacks.on_measure("stages of the whole network", number, solver.stages)
         work.checkpoint.put(key, {layer.name: layer.tensor(work.store.model) for layer in layers}, {})
     # No layers: the quadratic is that of the whole network, so no layer has an error of its own.
-    return RoundRecord(index, asked(patterns), None, None, [])
+    return RoundRecord(index, sparsity_of(patterns), None, None, [])
 
 
 def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolver, keep: int, samples: Samples) -> None:
@@ -128,8 +128,8 @@ def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolve
     method = METHODS[type(solver)]
     if isinstance(solver, CHITA):
         method = partial(chita, searches=solver.searches)
-    found = method(weights, fisher, keep)
-    for layer, values in zip(layers, torch.split(found, sizes), strict=True):
+    pruned = method(weights, fisher, keep)
+    for layer, values in zip(layers, torch.split(pruned, sizes), strict=True):
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteError(f"The pruned weight of layer {layer.name!r} holds NaN or infinity; raise the damping.")
         work.store.write(layer, values.reshape(layer.shape))

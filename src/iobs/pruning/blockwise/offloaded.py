@@ -17,8 +17,8 @@ from iobs.pruning.blockwise.memory_blocks import MemoryBlocks, parts_of
 from iobs.pruning.blockwise.storage import Place, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.halving import halved
-from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
 from iobs.pruning.cost.memory_plan import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
@@ -107,19 +107,17 @@ class OffloadedStore(BlockwiseStore):
         Raises:
             CalibrationError: the model does not take a batch.
             ModelError: the model does not run exactly along a chain of blocks.
-            ProblemError: a block cannot be divided into halves.
             OutputError: the hidden states have no room.
         """
         with self._memory.on_call(parts_of(self.model)):
             selection = super().check(batches, selection, holdout)
-        fit = self._recipe.blocks
         self._layers = selection.layers
         with torch.no_grad():
-            self._blocks = self._find_blocks(batches, fit is not None and fit.halves)
+            self._blocks = self._find_blocks(batches)
         self._place_streams(selection, batches, holdout)
         return selection
 
-    def _find_blocks(self, batches: Sequence[Batch], halves: bool) -> list[Block]:
+    def _find_blocks(self, batches: Sequence[Batch]) -> list[Block]:
         """The blocks of the model; afterwards everything else is on the device, and buffers are as before.
 
         The chain is compared with the whole model on one sample of each kind of batches, and its order on all batches.
@@ -136,17 +134,6 @@ class OffloadedStore(BlockwiseStore):
             raise self._no_chain()
         self._memory.settle(chain)
         self._hidden = [self._first_hidden(batch, chain) for batch in batches]
-        if not halves:
-            return chain
-        whole = chain
-        chain = halved(
-            self.model,
-            whole,
-            batches[0],
-            enter=lambda stage: self._memory.load(whole[stage]),
-            release=lambda stage: self._memory.drop(whole[stage]),
-        )
-        self._memory.settle(chain)
         return chain
 
     def _first_hidden(self, batch: Batch, chain: list[Block]) -> Tensor:
@@ -191,8 +178,8 @@ class OffloadedStore(BlockwiseStore):
                 "(OffloadedStore(folder=); for a command its output)."
             )
 
-    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...], halves: bool = False) -> list[Block]:
-        """The blocks of the model, or their halves, that `check` has found."""
+    def chain(self, batches: Sequence[Batch], layers: tuple[Layer, ...]) -> list[Block]:
+        """The blocks of the model that `check` has found."""
         return self._blocks
 
     def state(self) -> Iterable[tuple[str, Tensor]]:

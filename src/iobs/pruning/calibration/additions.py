@@ -7,16 +7,15 @@ operation of another kind. The residual is the sum of all tensors that were adde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from iobs.pruning.calibration.hooks import Args, Kwargs
+from iobs.pruning.network.calls import Args, Function, Kwargs, Observer
 from iobs.pruning.network.layers import Layer
 
 NoteAddition = Callable[[Layer, Tensor], None]
@@ -30,8 +29,8 @@ _LEAST_FACTOR = 0.1  # channels whose factor is this small (relative to the root
 
 
 @dataclass
-class _Followed:
-    """The output of one layer on its way to an addition.
+class _FollowedOutput:
+    """The output of a layer on its way to an addition.
 
     Args:
         layer: the layer.
@@ -52,88 +51,77 @@ def captured_additions(model: nn.Module, layers: Sequence[Layer], note: NoteAddi
 
     The term is detached, in the layout and scale of the layer's output. Layers are followed that are called as modules.
     """
-    mode = _Additions(note)
-    handles = []
-    try:
+    additions = _Additions(note)
+    with ExitStack() as stack:
         for layer in layers:
             if layer.is_called:
                 module = model.get_submodule(layer.path)
-                handles.append(module.register_forward_pre_hook(lambda *_, layer=layer: mode.enter(layer)))
-                handles.append(module.register_forward_hook(lambda *given, layer=layer: mode.follow(layer, given[-1])))
-        with mode:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+                stack.callback(module.register_forward_pre_hook(partial(additions.begin, layer)).remove)
+                stack.callback(module.register_forward_hook(partial(additions.follow, layer)).remove)
+        stack.enter_context(Observer(additions))
+        yield
 
 
-class _Additions(TorchFunctionMode):
-    """Follow the outputs of layers through calls of torch functions."""
+class _Additions:
+    """A subscriber that follows the outputs of layers through calls of torch functions."""
 
     def __init__(self, note: NoteAddition) -> None:
-        super().__init__()
         self.note = note
         self.calls = 0
-        self.began: dict[str, int] = {}
+        self.began: dict[str, int] = {}  # number of the call at which a layer was called, by name
         self.born: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()  # number of the call that made a tensor
-        self.followed: list[_Followed] = []
+        self.followed: list[_FollowedOutput] = []
 
-    def enter(self, layer: Layer) -> None:
+    def begin(self, layer: Layer, module: nn.Module, args: Args) -> None:
         """Note the time at which a layer is called."""
         self.began[layer.name] = self.calls
 
-    def follow(self, layer: Layer, output: object) -> None:
+    def follow(self, layer: Layer, module: nn.Module, args: Args, output: object) -> None:
         """Follow the output of a layer."""
         if isinstance(output, Tensor):
-            self.followed.append(_Followed(layer, self.began[layer.name], output, _same))
+            self.followed.append(_FollowedOutput(layer, self.began[layer.name], output, _same))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> object:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None]:
         """Note an addition before it is computed, and continue behind other functions."""
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        hits = [one for one in self.followed if any(one.value is value for value in given)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self.calls += 1
-        backs = [
-            (one, _same if self._added(one, name, given, kwargs) else _back(name, func, args, kwargs, one.value))
-            for one in hits
-        ]
-        output = func(*args, **kwargs)
-        for one, back in backs:
-            if output is one.value and back is None:
-                continue  # dropout in eval mode returns its input
-            if back is not None and isinstance(output, Tensor):
-                one.value, one.back = output, _after(one.back, back)
-        if isinstance(output, Tensor) and (name.endswith("_") or all(output is not value for value in given)):
-            self.born[output] = self.calls
-        return output
+        backs: list[tuple[_FollowedOutput, Back | None]] = []
+        for output in self.followed:
+            if any(output.value is value for value in tensors):
+                added = self._note_addition(output, name, tensors, kwargs)
+                backs.append((output, _same if added else _back(name, func, args, kwargs, output.value)))
 
-    def _added(self, one: _Followed, name: str, given: list[Tensor], kwargs: Kwargs) -> bool:
+        def go_on(result: object) -> None:
+            for output, back in backs:
+                # Dropout in eval mode returns its input, which is followed as it was.
+                if back is not None and isinstance(result, Tensor):
+                    output.value, output.back = result, _after(output.back, back)
+            if isinstance(result, Tensor) and (name.endswith("_") or all(result is not value for value in tensors)):
+                self.born[result] = self.calls
+
+        return go_on
+
+    def _note_addition(self, output: _FollowedOutput, name: str, tensors: list[Tensor], kwargs: Kwargs) -> bool:
         """Note the other term if a function is a residual addition; returns False otherwise."""
-        others = [value for value in given if value is not one.value]
+        terms = [value for value in tensors if value is not output.value]
         if (
             name not in _ADDITIONS
-            or len(others) != 1
-            or others[0].shape != one.value.shape
+            or len(terms) != 1
+            or terms[0].shape != output.value.shape
             or kwargs.get("alpha", 1) != 1
         ):
             return False
-        if self.born.get(others[0], -1) > one.began:
+        if self.born.get(terms[0], -1) > output.began:
             return False  # computed from layers that are pruned later
         with torch._C.DisableTorchFunctionSubclass():
-            self.note(one.layer, one.back(others[0].detach().clone()))
+            self.note(output.layer, output.back(terms[0].detach().clone()))
         return True
 
 
-def _same(given: Tensor) -> Tensor:
+def _same(value: Tensor) -> Tensor:
     """The way back through an addition."""
-    return given
+    return value
 
 
 def _after(first: Back, then: Back) -> Back:
@@ -141,7 +129,7 @@ def _after(first: Back, then: Back) -> Back:
     return lambda value: first(then(value))
 
 
-def _back(name: str, func: Callable[..., object], args: Args, kwargs: Kwargs, value: Tensor) -> Back | None:
+def _back(name: str, func: Function, args: Args, kwargs: Kwargs, value: Tensor) -> Back | None:
     """The way back through a function of the followed value; None if the function cannot be followed."""
     if name in _LAYOUTS and args and args[0] is value:
         return _back_through_layout(func, args[1:], kwargs, value.shape)
@@ -158,13 +146,13 @@ def _back(name: str, func: Callable[..., object], args: Args, kwargs: Kwargs, va
     return None
 
 
-def _back_through_layout(func: Callable[..., Any], args: Args, kwargs: Kwargs, shape: torch.Size) -> Back:
+def _back_through_layout(func: Function, args: Args, kwargs: Kwargs, shape: torch.Size) -> Back:
     """The inverse of a change of layout: the places of all entries are sent through the function."""
 
-    def back(given: Tensor) -> Tensor:
-        places = func(torch.arange(shape.numel(), device=given.device).reshape(shape), *args, **kwargs)
-        flat = torch.empty(shape.numel(), dtype=given.dtype, device=given.device)
-        flat[places.flatten()] = given.flatten()
+    def back(term: Tensor) -> Tensor:
+        places = func(torch.arange(shape.numel(), device=term.device).reshape(shape), *args, **kwargs)
+        flat = torch.empty(shape.numel(), dtype=term.dtype, device=term.device)
+        flat[places.flatten()] = term.flatten()
         return flat.reshape(shape)
 
     return back
@@ -173,11 +161,11 @@ def _back_through_layout(func: Callable[..., Any], args: Args, kwargs: Kwargs, s
 def _back_through_batch_norm(args: Args, kwargs: Kwargs, value: Tensor) -> Back | None:
     """Division by the scale of a batch norm in eval mode; its arguments are those of torch's function."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    own = dict(zip(names, args, strict=False)) | kwargs
-    variance, weight = own.get("running_var"), own.get("weight")
-    if own.get("training") or variance is None:
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    variance, weight = arguments.get("running_var"), arguments.get("weight")
+    if arguments.get("training") or variance is None:
         return None
-    scale = (variance + own.get("eps", 1e-5)).rsqrt()
+    scale = (variance + arguments.get("eps", 1e-5)).rsqrt()
     scale = scale if weight is None else scale * weight
     return _back_through_factor(scale.reshape(-1, *[1] * (value.ndim - 2)), value, fixed=True)
 
@@ -185,7 +173,7 @@ def _back_through_batch_norm(args: Args, kwargs: Kwargs, value: Tensor) -> Back 
 def _back_through_factor(factor: object, value: Tensor, fixed: bool = False) -> Back | None:
     """Division by a number or by fixed factors per channel; None for factors that depend on the input."""
     if isinstance(factor, (int, float)):
-        return (lambda given: given / factor) if factor else None
+        return (lambda term: term / factor) if factor else None
     if not isinstance(factor, Tensor):
         return None
     if not (fixed or isinstance(factor, nn.Parameter) or isinstance(factor._base, nn.Parameter)):
@@ -195,4 +183,4 @@ def _back_through_factor(factor: object, value: Tensor, fixed: bool = False) -> 
     factors = factor.detach().clone()
     least = _LEAST_FACTOR * factors.square().mean().sqrt()
     inverse = torch.where(factors.abs() > least, 1 / factors, torch.zeros_like(factors))
-    return lambda given: given * inverse
+    return lambda term: term * inverse

@@ -1,19 +1,16 @@
-"""Trace of the module calls in a forward pass, and the chain of blocks in it."""
+"""Blocks of a chain, and the trace of module calls in which chains are found."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from iobs.pruning.calibration.hooks import version_of
 from iobs.pruning.network.calls import after_calls, before_calls
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches
@@ -44,21 +41,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half of a block: its modules up to an addition to the hidden state, or those after it.
-
-    Args:
-        modules: names of the children of the block that belong to the half.
-        ends: the child at whose call the first half ends; None: the second half.
-        without: of the second half, the children of the first one, and what they return after the hidden state.
-    """
-
-    modules: frozenset[str]
-    ends: str | None
-    without: tuple[tuple[str, tuple[object, ...] | None], ...] = ()
-
-
-@dataclass(frozen=True)
 class Block:
     """A link of a chain: a module whose hidden state is the output of the link before it.
 
@@ -68,21 +50,15 @@ class Block:
         rest: entries that the module returns after the hidden state; None if it returns the hidden state alone. Tensors
             are replaced by None: they belong to one batch and to the weights at one time. A model that computes with
             them has no chain.
-        half: of the module, if the link is half of it; otherwise None.
     """
 
     path: str
     hidden: int | str
     rest: tuple[object, ...] | None = None
-    half: Half | None = None
 
     def holds(self, name: str) -> bool:
-        """Check that a module or a parameter is this block or lies inside it."""
-        if name == self.path:
-            return self.half is None
-        if not name.startswith(f"{self.path}."):
-            return False
-        return self.half is None or name[len(self.path) + 1 :].partition(".")[0] in self.half.modules
+        """Whether a module or a parameter is this block or lies inside it."""
+        return name == self.path or name.startswith(f"{self.path}.")
 
 
 def number_of_block(chain: Sequence[Block], name: str) -> int | None:
@@ -114,9 +90,9 @@ class Tracer:
 
         def enter(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self.events += 1
-            named: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
-            given = [(where, self._value(value)) for where, value in named if isinstance(value, Tensor)]
-            stack.append(Call(path, given, self.events))
+            arguments: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
+            tensors = [(where, self._value(value)) for where, value in arguments if isinstance(value, Tensor)]
+            stack.append(Call(path, tensors, self.events))
             self.calls.append(stack[-1])
 
         def leave(
@@ -158,65 +134,11 @@ def with_hidden(hidden: Tensor, rest: tuple[object, ...] | None) -> object:
     return hidden if rest is None else (hidden, *rest)
 
 
+def version_of(value: Tensor) -> int:
+    """The number of in-place changes of a tensor so far; 0 in inference mode, which does not count them."""
+    return 0 if value.is_inference() else value._version
+
+
 def inside(layer: Layer, path: str) -> bool:
-    """Check that a layer is the module at a path or lies inside it."""
+    """Whether a layer is the module at a path or lies inside it."""
     return layer.path == path or layer.path.startswith(f"{path}.")
-
-
-@torch.no_grad()
-def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> Iterator[list[Block]]:
-    """Candidate chains of modules: the input of each module is the output of the module before it.
-
-    The first chain holds the most layers. It may cut off a residual connection around a module, so the second chain
-    consists of whole elements of the model's ModuleLists. The caller must check a chain on real data. Modules may be
-    nested anywhere; computations outside the chain are left to the model.
-    """
-    tracer = Tracer()
-    tracer.run(model, batch)
-    counts = Counter(call.path for call in tracer.calls)
-    once = [call for call in tracer.calls if counts[call.path] == 1 and call.path and call.output is not None]
-    elements = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        for name, _ in module.named_children()
-    }
-    yield _longest(once, layers)
-    yield _longest([call for call in once if call.path in elements], layers)
-
-
-def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
-    """The chain among the calls that holds the most layers, by dynamic programming."""
-    held = {call.path: sum(inside(layer, call.path) for layer in layers) for call in calls}
-    makers: dict[Value, list[Call]] = {}
-    best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
-    for call in sorted(calls, key=lambda one: one.ended):
-        # In the order in which calls end, every possible predecessor of a call already has its score.
-        own = (held[call.path], 1)
-        first = next((where for where, _ in call.arguments), None)
-        if first is None:
-            continue
-        score, before, hidden = own, None, first
-        for where, value in call.arguments:
-            for maker in makers.get(value, []):
-                reached = best[maker.path][0]
-                total = (reached[0] + own[0], reached[1] + 1)
-                if maker.ended < call.began and total > score:
-                    score, before, hidden = total, maker, where
-        best[call.path] = (score, before, hidden)
-        assert call.output is not None
-        makers.setdefault(call.output, []).append(call)
-    if not best:
-        return []
-    end = max(best, key=lambda path: best[path][0])
-    by_path = {call.path: call for call in calls}
-    chain: list[Block] = []
-    link: Call | None = by_path[end]
-    while link is not None:
-        _, before, hidden = best[link.path]
-        chain.append(Block(link.path, hidden, link.rest))
-        link = before
-    chain.reverse()
-    # Links without layers at both ends (embeddings, a last norm) are left to the model.
-    useful = [index for index, block in enumerate(chain) if held[block.path]]
-    return chain[useful[0] : useful[-1] + 1] if useful else []

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration import gram
-from iobs.pruning.calibration.gram import Gram, Statistics
+from iobs.pruning.calibration.gram import Gram, Statistics, statistics_of
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.inputs import require_finite
 from iobs.pruning.calibration.replay import Stream
@@ -31,7 +30,7 @@ class Stack:
         ranks: processes that share the batches.
 
     Attributes:
-        wanted: experts whose Grams will be asked for; all of them unless another sequence is set.
+        wanted: experts whose Grams will be needed; all of them unless another sequence is set.
     """
 
     stream: Stream
@@ -40,7 +39,7 @@ class Stack:
     batches: Sequence[tuple[int, bool, int]]
     ranks: Ranks
     wanted: Sequence[Layer] = ()
-    _found: dict[Layer, Statistics] = field(default_factory=dict, init=False)
+    _statistics: dict[Layer, Statistics] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.wanted = self.layers
@@ -67,38 +66,38 @@ class Stack:
 
         One pass computes the Grams of as many experts as fit into `EXPERT_MEMORY`, when the first of them is needed.
         """
-        if layer not in self._found:
+        if layer not in self._statistics:
             size = max(1, EXPERT_MEMORY // (2 * 8 * layer.shape[1] ** 2))
             first = self.wanted.index(layer) // size * size
-            self._found = {}  # before others take its place
-            self._found = self._routed(self.wanted[first : first + size])
-        return self._found[layer]
+            self._statistics = {}  # before others take its place
+            self._statistics = self._measure(self.wanted[first : first + size])
+        return self._statistics[layer]
 
     @torch.no_grad()
-    def _routed(self, experts: Sequence[Layer]) -> dict[Layer, Statistics]:
+    def _measure(self, experts: Sequence[Layer]) -> dict[Layer, Statistics]:
         """The statistics of some experts, from one pass over the data."""
-        grams = {layer: [Gram.empty(layer, self._device, False) for _ in range(2)] for layer in experts}
+        pairs = {layer: [Gram.empty(layer, self._device, False) for _ in range(2)] for layer in experts}
 
         def note(layer: Layer, value: Tensor, held_out: bool, number: int) -> None:
             require_finite([value], layer, number)
-            grams[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
+            pairs[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
 
         self._run(experts, note)
-        for one in (one for pair in grams.values() for one in pair):
-            one.sum_over(self.ranks)
-            one.finish()
-        return {layer: gram.of_routed(*grams[layer]) for layer in experts}
+        for gram in (gram for pair in pairs.values() for gram in pair):
+            gram.sum_over(self.ranks)
+            gram.finish()
+        return {layer: statistics_of(*pairs[layer], routed=True) for layer in experts}
 
     def _run(self, experts: Sequence[Layer], note: Callable[[Layer, Tensor, bool, int], None]) -> None:
         """Run the stage, and call `note(layer, input, held out, number)` for every input of some experts."""
         for index, held_out, number in self.batches:
 
-            def noted(
+            def note_input(
                 layer: Layer, module: nn.Module, value: Tensor, held_out: bool = held_out, number: int = number
             ) -> None:
                 note(layer, value, held_out, number)
 
-            with captured_inputs(self.stream.model, experts, noted):
+            with captured_inputs(self.stream.model, experts, note_input):
                 self.stream.run(self.stage, index)
 
     @property

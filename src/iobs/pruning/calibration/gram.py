@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration.inner import inner, prepared
-from iobs.pruning.calibration.moments import Drift, Means
+from iobs.pruning.calibration.moments import Drift, Means, inner, prepared
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
@@ -38,13 +37,9 @@ def input_rows(layer: Layer, module: nn.Module, value: Tensor, positions: Tensor
     if not isinstance(module, CONVOLUTIONS):
         return value.reshape(1, -1, layer.shape[1])
     assert positions is not None
-    spatial = len(module.kernel_size)
-    windows = _windows(module, value if value.ndim == spatial + 2 else value[None])
-    outputs = windows.shape[2 : 2 + spatial]
-    index = torch.unravel_index(positions, tuple(outputs))
-    picked: Tensor = windows[(slice(None), slice(None), *index)]  # type: ignore[index]  # (samples, channels, positions, *kernel)
-    picked = picked.movedim(2, 1).reshape(len(picked) * len(positions), layer.groups, -1)
-    return picked.movedim(1, 0)
+    windows = _windows(module, value if value.ndim == len(module.kernel_size) + 2 else value[None])
+    picked = windows_at(windows, positions)
+    return picked.reshape(len(picked) * len(positions), layer.groups, -1).movedim(1, 0)
 
 
 def output_rows(layer: Layer, value: Tensor, positions: Tensor | None) -> Tensor:
@@ -65,11 +60,22 @@ def _windows(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor
     # The module's reversed padding list is right for "same" and for every padding mode.
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     value = nn.functional.pad(value, module._reversed_padding_repeated_twice, mode=mode)
-    spatial = len(module.kernel_size)
-    for axis in range(spatial):
-        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
-        value = value.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
+    return sliding_windows(value, module.kernel_size, module.stride, module.dilation)
+
+
+def sliding_windows(value: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """The windows of a convolution over a padded input, a view (samples, channels, *output positions, *kernel)."""
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        value = value.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
     return value
+
+
+def windows_at(windows: Tensor, positions: Tensor) -> Tensor:
+    """The windows at some output positions, int64, counted row by row: (samples, positions, channels, *kernel)."""
+    spatial = (windows.ndim - 2) // 2
+    index = torch.unravel_index(positions, tuple(windows.shape[2 : 2 + spatial]))
+    picked: Tensor = windows[(slice(None), slice(None), *index)]  # type: ignore[index]
+    return picked.movedim(2, 1)
 
 
 def draw_positions(
@@ -127,10 +133,10 @@ class Gram:
             columns = layer.shape[1]
             return torch.zeros(layer.groups, columns, columns, dtype=torch.float64, device=device)
 
-        found = cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
-        found.means = Means.empty(found.own, with_dense) if means else None
-        found.drift = Drift.empty(found.own, layer.shape[0]) if drift else None
-        return found
+        gram = cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
+        gram.means = Means.empty(gram.own, with_dense) if means else None
+        gram.drift = Drift.empty(gram.own, layer.shape[0]) if drift else None
+        return gram
 
     def add(self, rows: Tensor, dense: Tensor | None = None, drift: Tensor | None = None) -> None:
         """Add samples: the layer's inputs, their dense inputs and the drift of the residual, in the same order.
@@ -194,19 +200,35 @@ class Gram:
         Needs the means, after `finish`.
         """
         assert self.means is not None
-        own, target = self.means.own, self.means.target
-        hessian = _without_means(self.own, own, own)
+        mean, target = self.means.own, self.means.target
+        hessian = _without_means(self.own, mean, mean)
         drift = None if self.drift is None else self.drift.centred(self.means)
-        cross = None if self.cross is None else _without_means(self.cross, target, own)
+        cross = None if self.cross is None else _without_means(self.cross, target, mean)
         dense = None if self.dense is None else _without_means(self.dense, target, target)
         # An input that is constant up to rounding tells nothing: the bias takes its place.
         diagonal = self.own.diagonal(dim1=1, dim2=2)
         constant = hessian.diagonal(dim1=1, dim2=2) <= _CONSTANT * diagonal
         hessian.masked_fill_(constant[:, None, :] | constant[:, :, None], 0.0)
-        for one in (cross, None if drift is None else drift.own):
-            if one is not None:
-                one.masked_fill_(constant[:, None, :], 0.0)
+        for products in (cross, None if drift is None else drift.own):
+            if products is not None:
+                products.masked_fill_(constant[:, None, :], 0.0)
         return Gram(hessian, cross, dense, self.count, self.means, drift)
+
+    def park(self, part: str, store: Callable[[str, Tensor], Tensor]) -> None:
+        """Store the moments of a wide layer elsewhere: in a mapped file they take no anonymous memory during solves.
+
+        Args:
+            part: "calibration" or "heldout"; moments of the layer before, under the same names, are overwritten.
+            store: (name, moments) -> the moments in their place.
+        """
+        if self.own.shape[-1] < WIDE:
+            return
+        for kind, holder in (("gram", self), ("drift", self.drift)):
+            for name in ("own", "cross", "dense"):
+                moments = getattr(holder, name, None)
+                if moments is not None:
+                    shape = "x".join(map(str, moments.shape))
+                    setattr(holder, name, store(f"{part}.{name}.{shape}.{kind}", moments))
 
     def energy(self, weight: Tensor) -> float:
         """Squared output of a (rows, columns) weight per input row; after `finish`."""
@@ -243,9 +265,9 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> Non
         others = torch.split(left if right is None else right, _CHUNK, 1)
         for a, b in zip(torch.split(left, _CHUNK, 1), others, strict=True):
             a, b = prepared(a) * 2 if right is None else prepared(a, b)
-            for own in _stripes(total.shape[-1]):
-                end = own.stop if right is None else None
-                total[:, own, :end] += inner(a[..., own], b[..., :end])
+            for stripe in _stripes(total.shape[-1]):
+                end = stripe.stop if right is None else None
+                total[:, stripe, :end] += inner(a[..., stripe], b[..., :end])
 
 
 def _stripes(columns: int) -> list[slice]:
@@ -255,8 +277,8 @@ def _stripes(columns: int) -> list[slice]:
 
 def _mirror(total: Tensor) -> None:
     """Copy the stripes below the diagonal of a symmetric matrix (groups, columns, columns) to the other side."""
-    for own in _stripes(total.shape[-1])[1:]:
-        total[:, : own.start, own] = total[:, own, : own.start].transpose(1, 2)
+    for stripe in _stripes(total.shape[-1])[1:]:
+        total[:, : stripe.start, stripe] = total[:, stripe, : stripe.start].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -294,32 +316,29 @@ class Statistics:
 
     def forget_energy(self) -> None:
         """Free what only the energies of targets need, once they are computed."""
-        for one in (self, vars(self).get("centred")):
-            for gram in () if one is None else (one.calibration, one.heldout):
+        for statistics in (self, vars(self).get("centred")):
+            for gram in () if statistics is None else (statistics.calibration, statistics.heldout):
                 if gram is not None:
                     gram.forget_energy()
 
 
-def of_called(calibration: Gram, heldout: Gram | None) -> Statistics:
-    """The statistics of a layer that has calibration or held-out inputs, but perhaps not both."""
-    held = heldout if heldout is not None and heldout.count else None
-    if calibration.count:
-        return Statistics(calibration, held)
-    groups, columns = calibration.own.shape[:2]
-    return by_magnitude(groups, columns, calibration.own.device, "no sample that is calibrated on reaches it", held)
+def statistics_of(calibration: Gram, heldout: Gram | None, routed: bool = False) -> Statistics:
+    """The statistics of a layer that has calibration or held-out inputs, but perhaps not both.
 
-
-def of_routed(calibration: Gram, heldout: Gram) -> Statistics:
-    """The statistics of an expert; an expert with fewer than `EXPERT_TOKENS` tokens is pruned by magnitude."""
-    seen, held = calibration.count, heldout if heldout.count else None
-    if seen >= EXPERT_TOKENS:
-        return Statistics(calibration, held, seen)
+    A layer without calibration inputs is pruned by magnitude, and so is an expert, to which tokens are `routed`, with
+    fewer than `EXPERT_TOKENS` of them.
+    """
+    heldout = heldout if heldout is not None and heldout.count else None
+    count = calibration.count
+    if count >= (EXPERT_TOKENS if routed else 1):
+        return Statistics(calibration, heldout, count if routed else None)
     groups, columns = calibration.own.shape[:2]
-    return by_magnitude(groups, columns, calibration.own.device, f"{seen} tokens were routed to it", held, seen)
+    reason = f"{count} tokens were routed to it" if routed else "no sample that is calibrated on reaches it"
+    return by_magnitude(groups, columns, calibration.own.device, reason, heldout, count)
 
 
 def by_magnitude(
-    groups: int, columns: int, device: torch.device, why: str, heldout: Gram | None = None, seen: int = 0
+    groups: int, columns: int, device: torch.device, reason: str, heldout: Gram | None = None, tokens: int = 0
 ) -> Statistics:
     """Statistics with the identity as Gram, under which the smallest entries are removed.
 
@@ -327,12 +346,12 @@ def by_magnitude(
         groups: number of groups of the layer.
         columns: of the layer's matrix.
         device: of the Gram.
-        why: reason, for the report.
+        reason: for the report.
         heldout: Gram on held-out samples, or None.
-        seen: number of tokens of an expert.
+        tokens: that were routed to an expert.
     """
     identity = torch.eye(columns, dtype=torch.float64, device=device).repeat(groups, 1, 1)
-    return Statistics(Gram(identity, count=1), heldout, seen, f"pruned by magnitude: {why}")
+    return Statistics(Gram(identity, count=1), heldout, tokens, f"pruned by magnitude: {reason}")
 
 
 def target_energy(gram: Gram, target: Tensor, ranks: Ranks = ALONE) -> float:
@@ -368,8 +387,8 @@ def relative_output_error(
         error = ranks.total(_product(difference, gram.own, difference))
     else:
         pull = 0.0 if gram.drift is None else _inner(gram.drift.own, weight)
-        own = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull)
-        error = ranks.total(own) + energy
+        change = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull)
+        error = ranks.total(change) + energy
     return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
 
 
@@ -382,9 +401,9 @@ def _shared(gram: Gram, matrices: Sequence[Tensor], ranks: Ranks) -> tuple[list[
     if parts > 1:
         ranks = ALONE
     elif ranks.size > 1:
-        own = ranks.part(len(matrices[0]))
-        matrices = [matrix[own] for matrix in matrices]
-        gram = gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+        rows = ranks.part(len(matrices[0]))
+        matrices = [matrix[rows] for matrix in matrices]
+        gram = gram if gram.drift is None else replace(gram, drift=gram.drift.rows(rows))
     return [matrix.to(gram.own.dtype).reshape(parts, -1, matrix.shape[1]) for matrix in matrices], gram, ranks
 
 

@@ -9,13 +9,14 @@ MOONSHOT has both terms in one objective. Weights of rows alone are this library
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
+from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -106,20 +107,13 @@ def _gradients(
 def _recorded(model: nn.Module, paths: set[str], outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
     """Append the outputs of modules in forward passes, with their path, as tensors that ask for gradients."""
 
-    def keep(path: str) -> Callable[[nn.Module, object, object], object]:
-        def hook(module: nn.Module, args: object, output: object) -> object:
-            if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
-                return output
-            if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
-                output = output.detach().requires_grad_()
-            outputs.append((path, output))
-            return output.clone()  # later operations may change it in place
+    def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
+        if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
+            return output
+        if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
+            output = output.detach().requires_grad_()
+        outputs.append((path, output))
+        return output.clone()  # later operations may change it in place
 
-        return hook
-
-    handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
-    try:
+    with after_calls(model, paths, record):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,4 +1,4 @@
-"""Inputs of layers in one stage of a stream: which layers share an input, and their values on a batch."""
+"""Inputs of layers in one stage of a stream: which layers share an input, in which order, and their values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import NonFiniteError, is_out_of_memory
+from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.additions import captured_additions
-from iobs.pruning.calibration.blocks import Tracer
-from iobs.pruning.calibration.bypasses import Bypass, bypasses, without_state
-from iobs.pruning.calibration.hooks import captured_inputs, version_of
+from iobs.pruning.calibration.blocks import Tracer, version_of
+from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.replay import StopForward, Stream
-from iobs.pruning.calibration.shortcuts import Shortcut, Shortcuts, find_shortcuts, same_output
+from iobs.pruning.calibration.shortcuts import Shortcut, exact_shortcuts
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 
@@ -37,41 +37,36 @@ class SharedInput:
     residuals: int = 0
 
 
-@dataclass(frozen=True)
-class Order:
-    """Order of the layers of one stage.
-
-    Args:
-        groups: layers in execution order, grouped by input.
-        shortcuts: modules that need not run again once the input of one layer is known.
-    """
-
-    groups: list[SharedInput]
-    shortcuts: Sequence[Shortcut | Bypass]
-
-
-def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool) -> Order:
-    """The layers that a stage calls, and the shortcuts of a block; with `residuals` also who adds to one.
+def execution_order(
+    stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool
+) -> tuple[list[SharedInput], Sequence[Shortcut]]:
+    """The layers that a stage calls, grouped by input, and the shortcuts of a block.
 
     The first run is on the batch of the largest samples, where a loop over positions is longest. Of several such
     batches, the batch with the fewest samples is first. Further batches follow while some layers have not been called,
-    such as experts that receive few tokens. Layers whose weight is the argument of any torch function are marked in
-    `used`.
+    such as experts that receive few tokens.
+
+    Args:
+        stream: the model at the stage.
+        stage: of the layers.
+        layers: candidates.
+        used: layers whose weight is the argument of any torch function are set to True.
+        residuals: also count the tensors that the output of each layer is added to.
     """
     if not layers:
-        return Order([], [])
+        return [], []
     order: dict[tuple[object, ...], SharedInput] = {}
     counts: dict[str, int] = {}
     alive: list[Tensor] = []  # keeps tensors that are compared by identity from being freed
-    adding: Counter[str] = Counter()
-    shortcuts: Sequence[Shortcut | Bypass] | None = None  # found in the first run
+    additions: Counter[str] = Counter()
+    shortcuts: Sequence[Shortcut] | None = None  # of the first run
     tracer = Tracer()
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
         if layer.expert is not None:  # all experts of a parameter form one group, including experts without a token
-            every = [other for other in layers if other.key == layer.key]
-            order.setdefault((layer.key,), SharedInput(every, 1))
-            counts.update({other.name: 1 for other in every})
+            experts = [other for other in layers if other.key == layer.key]
+            order.setdefault((layer.key,), SharedInput(experts, 1))
+            counts.update({expert.name: 1 for expert in experts})
             return
         counts[layer.name] = counts.get(layer.name, 0) + 1
         if counts[layer.name] == 1:
@@ -80,99 +75,58 @@ def execution_order(stream: Stream, stage: int, layers: list[Layer], used: dict[
             order.setdefault(key, SharedInput([], 1)).layers.append(layer)
 
     for index in sorted(range(len(stream.data)), key=lambda index: _cost_of_a_run(stream.data[index])):
-        uncounted = [layer for layer in layers if layer.name not in counts]
-        if not uncounted:
+        uncalled = [layer for layer in layers if layer.name not in counts]
+        if not uncalled:
             break
         with ExitStack() as stack:
             if residuals:
                 stack.enter_context(
-                    captured_additions(stream.model, uncounted, lambda layer, _: adding.update([layer.name]))
+                    captured_additions(stream.model, uncalled, lambda layer, _: additions.update([layer.name]))
                 )
-            stack.enter_context(captured_inputs(stream.model, uncounted, note, used))
-            if shortcuts is None and 0 <= stage < len(stream.chain) and stream.chain[stage].half is None:
+            stack.enter_context(captured_inputs(stream.model, uncalled, note, used))
+            if shortcuts is None and 0 <= stage < len(stream.chain):
                 stack.enter_context(tracer.recording(stream.model, stream.chain[stage].path))
             output = stream.run(stage, index)
         if shortcuts is None:
-            alike = [shared.layers for shared in order.values()]
-            shortcuts = _exact_shortcuts(stream, stage, index, tracer, alike, output)
-    groups = []
+            groups = [shared.layers for shared in order.values()]
+            shortcuts = exact_shortcuts(stream, stage, index, tracer, groups, output)
+    inputs = []
     for shared in order.values():
         once = [layer for layer in shared.layers if counts[layer.name] == 1]
         if once:
-            groups.append(SharedInput(once, 1, adding[once[0].name] if len(once) == 1 else 0))
+            inputs.append(SharedInput(once, 1, additions[once[0].name] if len(once) == 1 else 0))
         # A module that is called several times has several inputs, and so a Gram of its own.
-        groups.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
-    return Order(groups, shortcuts or [])
+        inputs.extend(SharedInput([layer], counts[layer.name]) for layer in shared.layers if counts[layer.name] > 1)
+    return inputs, shortcuts or []
 
 
-def _exact_shortcuts(
-    stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object
-) -> Sequence[Shortcut | Bypass]:
-    """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks.
+def agreed_order(
+    order: list[SharedInput], layers: list[Layer], device: torch.device, ranks: Ranks
+) -> list[SharedInput]:
+    """The same order on all ranks: that of the first rank, then layers that only later ranks have called.
 
     Args:
-        stream: the model at the block.
-        stage: of the block.
-        index: of the batch.
-        tracer: calls of the block on the batch.
-        groups: layers with the same input, in execution order.
-        output: of the block on the batch.
+        order: of this rank.
+        layers: candidates, the same on all ranks.
+        device: of the exchanged tensor.
+        ranks: processes that share the batches.
     """
-    if not tracer.calls:
-        return []
-    layers = [layer for group in groups for layer in group]
-    found: list[Shortcut | Bypass] = [*find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, layers)]
-    counts = Counter(call.path for call in tracer.calls)
-    # A cache of keys and values among the arguments would keep tensors without data.
-    plain = without_state(stream.arguments[index][stage])
-    others = bypasses(groups, {path for path, count in counts.items() if count == 1}) if plain else []
-    others = [one for one in others if all(one.layer != other.layer for other in found)]
-    known = _known_inputs(stream, stage, index, [*found, *others])
-    place = {layer: number for number, group in enumerate(groups) for layer in group}
-    found.sort(key=lambda one: place[one.layer])
-    exact: list[Shortcut | Bypass] = []
-    for one in found + others:
-        if one.layer in known:
-            # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
-            before = [other for other in exact if place[other.layer] < place[one.layer]]
-            if _is_exact(stream, stage, index, [*before, one], known, output):
-                exact.append(one)
-    return exact
-
-
-def _known_inputs(stream: Stream, stage: int, index: int, found: Sequence[Shortcut | Bypass]) -> dict[Layer, Tensor]:
-    """The inputs of the layers of shortcuts on a batch, as far as a sweep stores them."""
-    if not found:
-        return {}
-    shortcuts = Shortcuts(found, lambda place, index, value: value.clone())
-    with captured_inputs(
-        stream.model,
-        [one.layer for one in found],
-        lambda layer, module, value: shortcuts.note([layer], index, value, stream.hidden[index]),
-    ):
-        stream.run(stage, index)
-    return {layer: value for (layer, _), value in shortcuts.known.items()}
-
-
-def _is_exact(
-    stream: Stream,
-    stage: int,
-    index: int,
-    found: Sequence[Shortcut | Bypass],
-    known: dict[Layer, Tensor],
-    output: object,
-) -> bool:
-    """Check that a block with shortcuts gives the same hidden state on a batch, bit for bit."""
-    shortcuts = Shortcuts(found, lambda place, index, value: value)
-    shortcuts.known = {(one.layer, index): known[one.layer] for one in found}
-    try:
-        with shortcuts.taken(stream.model, index):
-            given = stream.run(stage, index)
-    except batches.REFUSALS as error:  # the block reads an output that only the whole module gives
-        if is_out_of_memory(error):
-            raise
-        return False
-    return same_output(given, output)
+    # By rank and layer: number of the group from 1 on, number of calls, number of residuals.
+    table = torch.zeros(ranks.size, len(layers), 3, device=device)
+    for number, shared in enumerate(order, 1):
+        for layer in shared.layers:
+            facts = [number, shared.calls, shared.residuals]
+            table[ranks.rank, layers.index(layer)] = torch.tensor(facts, device=device)
+    ranks.sum(table)
+    agreed: dict[tuple[int, int], SharedInput] = {}
+    missing = set(layers)
+    for rank, rows in enumerate(table.int().tolist()):
+        called = [(*facts, layer) for facts, layer in zip(rows, layers, strict=True) if facts[0]]
+        for number, calls, residuals, layer in sorted(called, key=lambda entry: entry[0]):
+            if layer in missing:
+                agreed.setdefault((rank, number), SharedInput([], calls, residuals)).layers.append(layer)
+                missing.remove(layer)
+    return list(agreed.values())
 
 
 def _geometry(module: nn.Module) -> tuple[object, ...]:
@@ -241,7 +195,7 @@ def drift_of(residuals: list[Tensor | None]) -> Tensor | None:
 
 
 def require_finite(values: Sequence[Tensor], layer: Layer, number: int) -> None:
-    """Check the inputs of a layer on the caller's batch with a number.
+    """Raise unless the inputs of a layer on the caller's batch with a number are finite.
 
     Raises:
         NonFiniteError: an input holds NaN or infinity.

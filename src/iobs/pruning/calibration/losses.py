@@ -1,7 +1,8 @@
-"""Losses of gradient steps and of the choice of the best round: task, KL divergence, block outputs."""
+"""Losses of gradient steps and of the choice of the best round: task, KL divergence, block outputs; and metrics."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,21 +40,21 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
     """
     with _own_loss_in_pieces(model, batch):
         output = batches.forward(model, batch, with_loss=True)
-    own = output.get("loss") if isinstance(output, Mapping) else None
-    if isinstance(own, Tensor):
-        return own
-    values, wanted = logits(output), targets(batch)
-    if isinstance(batch, (tuple, list)) and wanted is not None:
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(loss, Tensor):
+        return loss
+    values, labels = logits(output), targets(batch)
+    if isinstance(batch, (tuple, list)) and labels is not None:
         if batches.size(batch) == 1 and values.shape[:1] != (1,):
             values = values[None]  # some models squeeze the dimension of a single sample
         try:
-            return _label_loss(values, wanted, class_axis(values, batch))
+            return _label_loss(values, labels, class_axis(values, batch))
         except (RuntimeError, ValueError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             raise CalibrationError(
-                f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(wanted.shape)} and type "
-                f'{wanted.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
+                f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(labels.shape)} and type "
+                f'{labels.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'
             ) from error
     if isinstance(batch, Mapping) and "input_ids" in batch and values.ndim == 3:
         tokens = batch["input_ids"]
@@ -97,9 +98,7 @@ def _class_loss(scores: Tensor, labels: Tensor, reduction: Reduction = "mean") -
     labels = labels.to(scores.device)
     if scores.numel() <= _WHOLE:
         return functional.cross_entropy(scores.float(), labels, reduction=reduction)
-    count = max(1, PIECE // scores.shape[1])
-    pieces = zip(torch.split(scores, count), torch.split(labels, count), strict=True)
-    total = torch.stack([_recomputed(_summed_class_loss, piece, wanted) for piece, wanted in pieces]).sum()
+    total = _in_pieces(_summed_class_loss, scores, labels)
     return total / (labels != IGNORED).sum() if reduction == "mean" else total
 
 
@@ -168,7 +167,7 @@ def answered(model: nn.Module, part: Samples, most: int = 2**26) -> Samples:
         part: the samples.
         most: limit on the numbers in the stored outputs; every batch that is started keeps at least one sample.
     """
-    found, numbers = Samples(), 0
+    answers, numbers = Samples(), 0
     sizes: dict[tuple[object, ...], int] = {}  # numbers in the outputs of a sample, by its layout
     for batch, number in zip(part.batches, part.numbers, strict=True):
         if numbers < most:
@@ -177,11 +176,11 @@ def answered(model: nn.Module, part: Samples, most: int = 2**26) -> Samples:
                 sizes[kind] = _by_sample(model, batches.first_sample(batch))[0].numel()
             kept = min(count, max(1, (most - numbers) // max(1, sizes[kind])))
             batch = batches.neighbours(batch, 0, kept) if kept < count else batch
-            wanted = targets(batch)  # needed to decide if outputs are classes
-            pair = batches.inputs(batch), _by_sample(model, batch), *(() if wanted is None else (wanted,))
-            found.add(pair, torch.ones(kept, dtype=torch.bool), number)
+            labels = targets(batch)  # needed to decide if outputs are classes
+            pair = batches.inputs(batch), _by_sample(model, batch), *(() if labels is None else (labels,))
+            answers.add(pair, torch.ones(kept, dtype=torch.bool), number)
             numbers += sizes[kind] * count
-    return found
+    return answers
 
 
 def _by_sample(model: nn.Module, batch: Batch) -> Tensor:
@@ -204,12 +203,9 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
         dense, sparse = dense.float(), sparse.float()
         return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
-    rows, classes = dense.shape
-    if rows * classes <= _WHOLE:
+    if dense.numel() <= _WHOLE:
         return _divergence(dense, sparse, "batchmean")
-    count = max(1, PIECE // classes)
-    pieces = zip(torch.split(dense, count), torch.split(sparse, count), strict=True)
-    return torch.stack([_recomputed(_summed_divergence, *pair) for pair in pieces]).sum() / rows
+    return _in_pieces(_summed_divergence, dense, sparse) / len(dense)
 
 
 def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
@@ -226,10 +222,12 @@ def _summed_divergence(dense: Tensor, sparse: Tensor) -> Tensor:
     return _divergence(dense, sparse, "sum")
 
 
-def _recomputed(loss: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor) -> Tensor:
-    """The summed loss of some rows, whose float32 scores are computed again for the gradient."""
-    found: Tensor = checkpoint(loss, one, other, use_reentrant=False, preserve_rng_state=False)
-    return found
+def _in_pieces(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss of rows of scores (rows, classes), whose float32 copies are made again for the gradient."""
+    count = max(1, PIECE // scores.shape[1])
+    pieces = zip(torch.split(scores, count), torch.split(targets, count), strict=True)
+    sums = [checkpoint(loss, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.stack(sums).sum()
 
 
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
@@ -246,8 +244,8 @@ def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
             dense = outputs(reference, batch)
         pairs = zip(outputs(model, batch), dense, strict=True)
         distances = [
-            (sparse.float() - wanted.float()).square().sum() / wanted.float().square().sum().clamp_min(1e-30)
-            for sparse, wanted in pairs
+            (sparse.float() - expected.float()).square().sum() / expected.float().square().sum().clamp_min(1e-30)
+            for sparse, expected in pairs
         ]
         return torch.stack(distances).mean()
 
@@ -265,3 +263,65 @@ def mean_loss(model: nn.Module, part: Samples, loss: LossFunction) -> float:
             total += float(loss(model, batches.to_device(batch, device))) * batches.size(batch)
     ranks.sum(total)
     return float(total) / part.samples
+
+
+@torch.no_grad()
+def metric(model: nn.Module, samples: Samples) -> tuple[str, float] | None:
+    """The metric that people know for the task of a model, if the samples allow to measure it.
+
+    Token ids and outputs of one row per token give the perplexity of the next tokens. Integer labels give the accuracy
+    in per cent. Anything else gives None.
+
+    Args:
+        model: in eval mode.
+        samples: of this run; with several ranks each measures its share.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    names: set[str] = set()
+    with reusing_memory():
+        for batch in current().share(samples).batches:
+            measured = _batch_metric(logits(batches.forward(model, batch)), batch)
+            if measured is None:
+                names.add("")
+                break
+            name, *sums = measured
+            names.add(name)
+            totals += torch.tensor(sums, dtype=torch.float64, device=totals.device)
+    current().sum(totals)
+    total, count = totals.tolist()
+    if not samples.batches or not count or (names - {"accuracy"} and names - {"perplexity"}):
+        return None
+    if "perplexity" in names:
+        return "perplexity", math.exp(min(total / count, 700.0))
+    return "accuracy", 100 * total / count
+
+
+def _batch_metric(values: Tensor, batch: Batch) -> tuple[str, float, float] | None:
+    """The name of the metric, its sum over the scored positions of a batch, and their number."""
+    arguments, labels = batches.inputs(batch), targets(batch)
+    tokens = arguments.get("input_ids") if isinstance(arguments, Mapping) else None
+    if isinstance(tokens, Tensor) and values.ndim == 3 and values.shape[:2] == tokens.shape:
+        if labels is not None and labels.shape != tokens.shape:
+            return None
+        return _next_tokens(values, tokens if labels is None else labels, arguments)
+    if labels is None or labels.is_floating_point() or labels.dtype == torch.bool:
+        return None
+    axis = class_axis(values, batch)
+    best = (values > 0).long() if axis is None else values.argmax(axis)
+    if best.numel() != labels.numel():
+        return None
+    labels = labels.to(best.device).reshape(best.shape)
+    scored = labels != IGNORED
+    return "accuracy", float(((best == labels) & scored).sum()), float(scored.sum())
+
+
+def _next_tokens(values: Tensor, labels: Tensor, arguments: object) -> tuple[str, float, float] | None:
+    """Sum of the negative log-likelihoods of the next tokens, and their number; padding is not scored."""
+    labels = labels.to(values.device)
+    mask = arguments.get("attention_mask") if isinstance(arguments, Mapping) else None
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask.to(values.device) == 0, IGNORED)
+    if labels.shape[1] < 2 or int(labels[:, 1:].max()) >= values.shape[2]:
+        return None
+    total = next_token_loss(values, labels, "sum")
+    return "perplexity", float(total), float((labels[:, 1:] != IGNORED).sum())

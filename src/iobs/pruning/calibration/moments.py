@@ -1,8 +1,10 @@
-"""Further moments beside a Gram matrix: means of the inputs, and products with the drift of the residual.
+"""Moments beside a Gram matrix: means of the inputs, and products with the drift of the residual; and their products.
 
-Products are float32. An input whose variance is far below its squared mean would leave only rounding once the mean is
-subtracted from its product. So such inputs are multiplied without an origin near their mean, which the float64 sums get
-back at the end.
+Products are float32 or wider. A GPU multiplies 16-bit inputs as they are, and sums in float32.
+
+An input whose variance is far below its squared mean would leave only rounding in float32 once the mean is subtracted
+from its product. So such inputs are multiplied without an origin near their mean, which the float64 sums get back at
+the end.
 
 A layer that writes into a residual stream adds its output to a residual R. In the pruned model R has drifted to R'. If
 the layer should match the dense sum, its target is its dense output plus the drift R - R'.
@@ -11,15 +13,53 @@ the layer should match the dense sum, its target is its dense output plus the dr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from iobs.pruning.calibration.inner import inner, prepared
 from iobs.pruning.runtime.ranks import Ranks
 
 _FAR = 100.0  # squared mean over variance from which products are taken without an origin
+_HALVES = torch.bfloat16, torch.float16
+_PROBED = 16  # side of the product that shows whether a device sums in float32
 _ROWS = 256  # first inputs that an origin is computed from
+
+
+def prepared(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """Inputs in a dtype whose products are exact enough: unchanged where `inner` multiplies 16 bits, else wider.
+
+    The product of two 16-bit numbers is exact in float32. So a GPU's tensor cores, which sum in float32, give what a
+    product of float32 gives up to the rounding of its sums, many times as fast.
+
+    Args:
+        *inputs: two tensors of `inner`, or one for both.
+    """
+    dtypes = {value.dtype for value in inputs}
+    exact = torch.float32
+    for dtype in dtypes:
+        exact = torch.promote_types(exact, dtype)
+    short = len(dtypes) == 1 and sums_in_float32(inputs[0].device, inputs[0].dtype)
+    return inputs if short else tuple(value.to(exact) for value in inputs)
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right in float32 or float64, of `prepared` inputs (groups, count, columns)."""
+    if left.dtype in _HALVES:
+        return torch.bmm(left.transpose(1, 2), right, out_dtype=torch.float32)
+    return left.transpose(1, 2) @ right
+
+
+@cache
+def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies matrices of a 16-bit dtype with sums and results in float32."""
+    if dtype not in _HALVES or device.type != "cuda":
+        return False
+    ones = torch.ones(1, _PROBED, _PROBED, device=device, dtype=dtype)
+    try:
+        return bool((torch.bmm(ones, ones, out_dtype=torch.float32) == _PROBED).all())
+    except Exception:  # an older torch, or a device without such products: each refuses in its own way
+        return False
 
 
 @dataclass(frozen=True)
@@ -39,8 +79,8 @@ class Origin:
     @classmethod
     def of(cls, rows: Tensor, dense: Tensor | None) -> Origin:
         """The origin of inputs that begin with these, (groups, count, columns)."""
-        own, other = _far_means(rows), None if dense is None else _far_means(dense)
-        return cls(own, other, (bool(own.any()), other is not None and bool(other.any())))
+        means, dense_means = _far_means(rows), None if dense is None else _far_means(dense)
+        return cls(means, dense_means, (bool(means.any()), dense_means is not None and bool(dense_means.any())))
 
 
 @dataclass
@@ -72,9 +112,9 @@ class Means:
         """Inputs without the origin, which the first of them determine; unchanged where it is zero."""
         if self.origin is None:
             self.origin = Origin.of(rows, dense)
-        own, other = self.origin.moves
-        rows = _without(rows, self.origin.own) if own else rows
-        return rows, _without(dense, self.origin.dense) if other and dense is not None else dense
+        moves, dense_moves = self.origin.moves
+        rows = _without(rows, self.origin.own) if moves else rows
+        return rows, _without(dense, self.origin.dense) if dense_moves and dense is not None else dense
 
     def restore(self, own: Tensor, cross: Tensor | None, dense: Tensor | None, drift: Drift | None, count: int) -> None:
         """Add the origin to float64 sums of products over `count` inputs, in place; names as in `Gram`."""
@@ -95,9 +135,9 @@ class Means:
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
-        for one in (self.own, self.dense):
-            if one is not None:
-                ranks.sum(one)
+        for total in (self.own, self.dense):
+            if total is not None:
+                ranks.sum(total)
 
     def divide(self, count: int) -> None:
         """Turn sums over `count` samples into means."""
@@ -130,8 +170,8 @@ class Drift:
     def empty(cls, gram: Tensor, rows: int) -> Drift:
         """Moments of no samples, for a Gram (groups, columns, columns) and a layer of `rows` rows."""
         groups, columns, _ = gram.shape
-        own = gram.new_zeros(groups, rows // groups, columns)
-        return cls(own, own.clone(), own[..., 0].clone(), own.new_zeros(()))
+        zeros = gram.new_zeros(groups, rows // groups, columns)
+        return cls(zeros, zeros.clone(), zeros[..., 0].clone(), zeros.new_zeros(()))
 
     def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
         """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
@@ -144,29 +184,29 @@ class Drift:
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
-        for one in (self.own, self.dense, self.mean, self.energy):
-            if one is not None:
-                ranks.sum(one)
+        for total in (self.own, self.dense, self.mean, self.energy):
+            if total is not None:
+                ranks.sum(total)
 
     def divide(self, count: int) -> None:
         """Turn sums over `count` samples into means."""
         self.dense = None if self.dense is None else self.dense / count
-        self.own, self.mean, self.energy = (one / count for one in (self.own, self.mean, self.energy))
+        self.own, self.mean, self.energy = (total / count for total in (self.own, self.mean, self.energy))
 
     def centred(self, means: Means) -> Drift:
         """The moments of E, X and D without their means."""
-        own, dense = (self.mean[..., None] * one[:, None, :] for one in (means.own, means.target))
+        of_means, of_dense = (self.mean[..., None] * mean[:, None, :] for mean in (means.own, means.target))
         return Drift(
-            self.own - own,
-            None if self.dense is None else self.dense - dense,
+            self.own - of_means,
+            None if self.dense is None else self.dense - of_dense,
             self.mean,
             self.energy - self.mean.square().sum(),
         )
 
-    def rows(self, own: slice) -> Drift:
+    def rows(self, part: slice) -> Drift:
         """The moments of some rows of a layer without groups; `energy` stays that of all rows."""
-        dense = None if self.dense is None else self.dense[:, own]
-        return Drift(self.own[:, own], dense, self.mean[:, own], self.energy)
+        dense = None if self.dense is None else self.dense[:, part]
+        return Drift(self.own[:, part], dense, self.mean[:, part], self.energy)
 
 
 def _far_means(rows: Tensor) -> Tensor:
@@ -184,5 +224,5 @@ def _without(rows: Tensor, origin: Tensor | None) -> Tensor:
 def _complete(total: Tensor, left: Tensor, right: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) -> None:
     """Turn the sum of (a - left)(b - right)^T over `count` vectors into that of a b^T, in place, from their sums."""
     if bool(left.any()) or bool(right.any()):
-        for group, one in enumerate(total):  # without a second matrix of this size
-            one.addr_(left[group], right_sum[group] - count * right[group]).addr_(left_sum[group], right[group])
+        for group, matrix in enumerate(total):  # without a second matrix of this size
+            matrix.addr_(left[group], right_sum[group] - count * right[group]).addr_(left_sum[group], right[group])

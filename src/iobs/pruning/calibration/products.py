@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.nn import functional
 
-from iobs.pruning.calibration.gram import POSITIONS
+from iobs.pruning.calibration.gram import POSITIONS, sliding_windows, windows_at
 from iobs.pruning.network.calls import Argument
 
 Labels: TypeAlias = list[object]
@@ -66,42 +66,54 @@ def products(name: str, args: tuple[Argument, ...], kwargs: dict[str, Argument])
         return []  # a form of the call that torch may accept, but that is no product of two plain tensors
 
 
-def _factors(left: Tensor, left_labels: Labels, right: Tensor, right_labels: Labels, kept: Labels) -> Iterator[Product]:
-    """Both factors of a sum of products over the labels that are not kept."""
-    for weight, own, value, others in (
+def _both_factors(
+    left: Tensor, left_labels: Labels, right: Tensor, right_labels: Labels, kept: Labels
+) -> Iterator[Product]:
+    """The products of a sum over the labels that are not kept: each factor may be the weight."""
+    for weight, labels, value, value_labels in (
         (right, right_labels, left, left_labels),
         (left, left_labels, right, right_labels),
     ):
-        if (found := _arranged(weight, own, partial(_itself, value), others, kept)) is not None:
-            yield found
+        if (product := _product(weight, labels, partial(_itself, value), value_labels, kept)) is not None:
+            yield product
 
 
 def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def _arranged(weight: Tensor, own: Labels, value: Callable[[], Tensor], others: Labels, kept: Labels) -> Product | None:
-    """One factor with its dimensions in order; None if it is not a stack of matrices, each with its own input."""
-    if len(set(own)) < len(own) or len(set(others)) < len(others):
+def _product(
+    weight: Tensor, labels: Labels, value: Callable[[], Tensor], value_labels: Labels, kept: Labels
+) -> Product | None:
+    """A factor with its dimensions in order; None if it is not a stack of matrices, each with its own input.
+
+    Args:
+        weight: the factor.
+        labels: of its dimensions.
+        value: returns the other factor.
+        value_labels: of the dimensions of the other factor.
+        kept: labels that are not summed over.
+    """
+    if len(set(labels)) < len(labels) or len(set(value_labels)) < len(value_labels):
         return None
-    for label in [one for one in own if one in others and one in kept]:
-        place = own.index(label)
+    for label in [label for label in labels if label in value_labels and label in kept]:
+        place = labels.index(label)
         if weight.stride(place) == 0 or weight.shape[place] == 1:  # one matrix for the whole batch
-            weight, own = weight.select(place, 0), [one for one in own if one != label]
-    batch = [one for one in own if one in others and one in kept]
-    columns = [one for one in own if one in others and one not in kept]
-    rows = [one for one in own if one not in others]
-    rest = [one for one in others if one not in own]
-    if not rows or not columns or any(one not in kept for one in (*rows, *rest)):
+            weight, labels = weight.select(place, 0), [other for other in labels if other != label]
+    batch = [label for label in labels if label in value_labels and label in kept]
+    columns = [label for label in labels if label in value_labels and label not in kept]
+    rows = [label for label in labels if label not in value_labels]
+    rest = [label for label in value_labels if label not in labels]
+    if not rows or not columns or any(label not in kept for label in (*rows, *rest)):
         return None
-    factor = weight.permute([own.index(one) for one in (*batch, *rows, *columns)])
+    factor = weight.permute([labels.index(label) for label in (*batch, *rows, *columns)])
 
     def inputs(index: Index) -> Tensor:
-        found = value()
-        if [*batch, *rest, *columns] != others:
-            found = found.permute([others.index(one) for one in (*batch, *rest, *columns)])
-        found = found.flatten(-len(columns)) if len(columns) > 1 else found
-        return found[index] if index else found
+        arranged, order = value(), [*batch, *rest, *columns]
+        if order != value_labels:
+            arranged = arranged.permute([value_labels.index(label) for label in order])
+        arranged = arranged.flatten(-len(columns)) if len(columns) > 1 else arranged
+        return arranged[index] if index else arranged
 
     return Product(factor, len(batch), len(rows), inputs)
 
@@ -119,11 +131,11 @@ def _matmul(input: Tensor, other: Tensor, **_: object) -> Iterator[Product]:
     for place in range(min(input.ndim, other.ndim) - 2):  # a dimension of size 1 is broadcast
         sizes = input.shape[left.index(place)], other.shape[right.index(place)]
         if sizes[0] == 1 and sizes[1] > 1:
-            input, left = input.select(left.index(place), 0), [one for one in left if one != place]
+            input, left = input.select(left.index(place), 0), [label for label in left if label != place]
         elif sizes[1] == 1 and sizes[0] > 1:
-            other, right = other.select(right.index(place), 0), [one for one in right if one != place]
-    kept: Labels = [one for one in dict.fromkeys((*left, *right)) if one != "inner"]
-    yield from _factors(input, left, other, right, kept)
+            other, right = other.select(right.index(place), 0), [label for label in right if label != place]
+    kept: Labels = [label for label in dict.fromkeys((*left, *right)) if label != "inner"]
+    yield from _both_factors(input, left, other, right, kept)
 
 
 def _reversed_matmul(input: Tensor, other: Tensor) -> Iterator[Product]:
@@ -148,29 +160,29 @@ def _einsum(equation: str, *operands: Argument) -> Iterator[Product]:
     if len(operands) < 2:
         return
     terms, _, result = equation.replace(" ", "").partition("->")
-    given = terms.split(",")
-    labels = [_letters(term, operand.ndim) for term, operand in zip(given, operands, strict=True)]
+    names = terms.split(",")
+    labels = [_letters(term, operand.ndim) for term, operand in zip(names, operands, strict=True)]
     if "->" in equation:
         kept = [*result.replace("...", "")]
     else:
-        letters = [one for term in labels for one in term if isinstance(one, str)]
-        kept = [one for one in letters if letters.count(one) == 1]
-    dots = [one for term in labels for one in term if isinstance(one, int)]
+        letters = [label for term in labels for label in term if isinstance(label, str)]
+        kept = [letter for letter in letters if letters.count(letter) == 1]
+    dots = [label for term in labels for label in term if isinstance(label, int)]
     if len(operands) == 2:
-        yield from _factors(operands[0], labels[0], operands[1], labels[1], [*kept, *dots])
+        yield from _both_factors(operands[0], labels[0], operands[1], labels[1], [*kept, *dots])
     elif not dots:
-        yield from _one_of_several(given, operands, kept)
+        yield from _one_of_several(names, operands, kept)
 
 
 def _one_of_several(terms: list[str], operands: tuple[Tensor, ...], kept: Labels) -> Iterator[Product]:
     """Each operand of an einsum as the weight; its input is the product of the others."""
-    for place, (weight, own) in enumerate(zip(operands, terms, strict=True)):
+    for place, (weight, term) in enumerate(zip(operands, terms, strict=True)):
         others = [*operands[:place], *operands[place + 1 :]]
-        their = [*terms[:place], *terms[place + 1 :]]
-        left = [one for one in dict.fromkeys("".join(their)) if one in own or one in kept]
-        value = partial(torch.einsum, f"{','.join(their)}->{''.join(left)}", others)
-        if (found := _arranged(weight, [*own], value, [*left], kept)) is not None:
-            yield found
+        other_terms = [*terms[:place], *terms[place + 1 :]]
+        result = [label for label in dict.fromkeys("".join(other_terms)) if label in term or label in kept]
+        value = partial(torch.einsum, f"{','.join(other_terms)}->{''.join(result)}", others)
+        if (product := _product(weight, [*term], value, [*result], kept)) is not None:
+            yield product
 
 
 def _letters(term: str, dimensions: int) -> Labels:
@@ -185,10 +197,10 @@ def _tensordot(a: Tensor, b: Tensor, dims: Argument = 2, out: None = None) -> It
         dims = [*range(-dims, 0)], [*range(dims)]
     left: Labels = [f"a{place}" for place in range(a.ndim)]
     right: Labels = [f"b{place}" for place in range(b.ndim)]
-    for one, other in zip(*dims, strict=True):
-        right[other] = left[one]
-    kept = [one for one in (*left, *right) if (one in left) != (one in right)]
-    yield from _factors(a, left, b, right, kept)
+    for left_place, right_place in zip(*dims, strict=True):
+        right[right_place] = left[left_place]
+    kept = [label for label in (*left, *right) if (label in left) != (label in right)]
+    yield from _both_factors(a, left, b, right, kept)
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Product]:
@@ -220,7 +232,7 @@ def _convolution(
 
     def inputs(index: Index) -> Tensor:
         value = input if input.ndim == spatial + 2 else input[None]
-        value = functional.pad(value, [one for pair in reversed(sides) for one in pair])
+        value = functional.pad(value, [side for pair in reversed(sides) for side in pair])
         return _windows(value[:, _group(value.shape[1], groups, index[0])], weight.shape[2:], steps, gaps)
 
     yield Product(weight.view(groups, -1, *weight.shape[1:]), 1, 1, inputs)
@@ -249,8 +261,8 @@ def _transposed_convolution(
         spread = value.new_zeros(*value.shape[:2], *sizes)
         spread[(slice(None), slice(None), *(slice(None, None, step) for step in steps))] = value
         reach = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
-        sides = [(one - off, one - off + end) for one, off, end in zip(reach, cut, more, strict=True)]
-        spread = functional.pad(spread, [one for pair in reversed(sides) for one in pair])
+        sides = [(size - off, size - off + end) for size, off, end in zip(reach, cut, more, strict=True)]
+        spread = functional.pad(spread, [side for pair in reversed(sides) for side in pair])
         chosen = spread[:, _group(spread.shape[1], groups, index[0])]
         return _windows(chosen, kernel, [1] * spatial, gaps, mirrored=True)
 
@@ -265,7 +277,7 @@ def _group(channels: int, groups: int, number: int) -> slice:
 
 def _each(value: Argument, count: int) -> list[int]:
     """The setting of each spatial dimension."""
-    values = [int(one) for one in value] if isinstance(value, (tuple, list)) else [int(value)]
+    values = [int(size) for size in value] if isinstance(value, (tuple, list)) else [int(value)]
     return values * count if len(values) == 1 else values
 
 
@@ -276,20 +288,16 @@ def _sides(padding: Argument, kernel: torch.Size, gaps: list[int]) -> list[tuple
     if padding == "same":
         totals = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(one, one) for one in _each(padding, len(kernel))]
+    return [(size, size) for size in _each(padding, len(kernel))]
 
 
 def _windows(value: Tensor, kernel: torch.Size, steps: list[int], gaps: list[int], mirrored: bool = False) -> Tensor:
     """The windows of a padded input at up to `POSITIONS` drawn positions, (samples, positions, channels * kernel)."""
-    spatial = len(kernel)
-    for axis, (size, step, gap) in enumerate(zip(kernel, steps, gaps, strict=True)):
-        value = value.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-    places = value.shape[2 : 2 + spatial]
-    count = math.prod(places)
+    windows = sliding_windows(value, kernel, steps, gaps)
+    count = math.prod(windows.shape[2 : 2 + len(kernel)])
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(count))[:POSITIONS].sort().values
-    index = torch.unravel_index(drawn.to(value.device), tuple(places))
-    picked: Tensor = value[(slice(None), slice(None), *index)].movedim(2, 1)  # type: ignore[index]  # (samples, positions, channels, *kernel)
-    return (picked.flip([*range(3, 3 + spatial)]) if mirrored else picked).flatten(2)
+    picked = windows_at(windows, drawn.to(value.device))
+    return (picked.flip([*range(3, 3 + len(kernel))]) if mirrored else picked).flatten(2)
 
 
 _READERS: dict[str, Callable[..., Iterator[Product]]] = {

@@ -38,10 +38,10 @@ def matrix_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str,
     assert isinstance(value, Tensor)
     single = value.ndim == 2
     steps = value.unsqueeze(1) if single else value.transpose(0, 1) if module.batch_first else value
-    given = () if state is None else tuple(one.unsqueeze(1) if single else one for one in _states(state))
-    found = dict(_layer_by_layer(module, steps, given))
-    shown = {id(one): one.transpose(0, 1) if module.batch_first else one for one in found.values()}
-    return {name: shown[id(one)] for name, one in found.items()}  # equal objects stay equal and share a Gram
+    states = () if state is None else tuple(part.unsqueeze(1) if single else part for part in _states(state))
+    inputs = dict(_layer_by_layer(module, steps, states))
+    arranged = {id(value): value.transpose(0, 1) if module.batch_first else value for value in inputs.values()}
+    return {name: arranged[id(value)] for name, value in inputs.items()}  # equal objects stay equal and share a Gram
 
 
 def _bound(input: object, hx: object = None) -> tuple[object, object]:
@@ -57,7 +57,7 @@ def _of_sequences(module: nn.RNNBase, sequences: list[Tensor], state: State) -> 
     """The inputs for packed sequences, which are run one by one, with the steps of all of them joined."""
     runs = []
     for index, sequence in enumerate(sequences):
-        first = tuple(one[:, index : index + 1].contiguous() for one in state)
+        first = tuple(part[:, index : index + 1].contiguous() for part in state)
         runs.append(dict(_layer_by_layer(module, sequence.unsqueeze(1), first)))
     joined: dict[int, Tensor] = {}
     for name, value in runs[0].items():
@@ -81,7 +81,7 @@ def _layer_by_layer(module: nn.RNNBase, steps: Tensor, state: State) -> Iterator
             suffix = f"_l{layer}" + ("_reverse" if direction else "")
             number = directions * layer + direction
             ordered = steps.flip(0) if direction else steps
-            first = tuple(one[number : number + 1].contiguous() for one in state) or _zeros(module, steps)
+            first = tuple(part[number : number + 1].contiguous() for part in state) or _zeros(module, steps)
             output = _run(module, suffix, ordered, first)
             before = torch.cat([first[0], output[:-1]])
             yield f"weight_ih{suffix}", steps

@@ -8,7 +8,7 @@ whole model runs, with blocks that pass their input on. Without a chain the whol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import CalibrationError, IOBSError, ModelError, first_line, is_out_of_memory
-from iobs.pruning.calibration.blocks import Block, find_chains, hidden_of, number_of_block, with_hidden
-from iobs.pruning.calibration.half_blocks import run_half
-from iobs.pruning.calibration.hooks import Args, Kwargs, captured_inputs
+from iobs.pruning.calibration.blocks import Block, hidden_of, number_of_block, with_hidden
 from iobs.pruning.calibration.shortcuts import Shortcuts
+from iobs.pruning.network.calls import Args, Kwargs
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import replaced_forwards
-from iobs.pruning.samples import batches, outputs
+from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 
 BEFORE = -1
 
 Arguments = tuple[Args, Kwargs]
-Mark = tuple[torch.Size, int]  # shape of a tensor and weighted sum of its bits
-_PIECE = 2**20  # numbers whose bits are summed at once
 
 
 class StopForward(Exception):
@@ -77,10 +74,10 @@ class Stream:
         """All stages, in order."""
         return range(BEFORE, len(self.chain) + 1) if self.chain else range(BEFORE, 0)
 
-    def layers_of(self, stage: int, left: Sequence[Layer]) -> list[Layer]:
-        """The layers among `left` that belong to a stage; the stage may not call all of them."""
-        own = stage if 0 <= stage < len(self.chain) else None
-        return [layer for layer in left if self.block_of(layer) == own]
+    def layers_of(self, stage: int, layers: Sequence[Layer]) -> list[Layer]:
+        """The layers that belong to a stage; the stage may not call all of them."""
+        number = stage if 0 <= stage < len(self.chain) else None
+        return [layer for layer in layers if self.block_of(layer) == number]
 
     def block_of(self, layer: Layer) -> int | None:
         """The number of the block that holds a layer; None for layers outside the blocks."""
@@ -94,34 +91,29 @@ class Stream:
 
     def run(self, stage: int, index: int) -> object:
         """Run one stage on the batch at `index`, so that hooks see the calls of its modules."""
-        with ExitStack() as stack:
-            if 0 <= stage < len(self.chain):
-                if self.shortcuts is not None:
-                    stack.enter_context(self.shortcuts.taken(self.model, index))
+        if 0 <= stage < len(self.chain):
+            with nullcontext() if self.shortcuts is None else self.shortcuts.taken(self.model, index):
                 return self._block(stage, index, self.state(index))
-            if self.chain and stage == BEFORE:
-                stack.enter_context(replaced_blocks(self.model, self.chain[:1], self._stop))
-            elif self.chain:
-                stack.enter_context(
-                    replaced_blocks(self.model, self.chain, lambda k, a, kw: self._pass_on(index, k, a, kw))
-                )
-            try:
+        with suppress(StopForward):
+            if not self.chain:
                 return batches.forward(self.model, self.data[index])
-            except StopForward:
-                return None
+            if stage == len(self.chain):
+                return self.output(index, self.state(index))
+            with replaced_blocks(self.model, self.chain[:1], _stop):
+                return batches.forward(self.model, self.data[index])
+        return None
 
     def _block(self, stage: int, index: int, hidden: Tensor) -> object:
         block = self.chain[stage]
         args, kwargs = inserted(self.arguments[index][stage], block.hidden, hidden)
-        module = self.model.get_submodule(block.path)
-        return module(*args, **kwargs) if block.half is None else run_half(module, block, args, kwargs)
+        return self.model.get_submodule(block.path)(*args, **kwargs)
 
     def through(self, stages: Iterable[int], index: int, hidden: Tensor) -> Tensor:
         """A hidden state of the batch at `index` after some blocks; the stored hidden states are not used."""
         for stage in stages:
-            found = hidden_of(self._block(stage, index, hidden))
-            assert found is not None
-            hidden = found
+            output = hidden_of(self._block(stage, index, hidden))
+            assert output is not None
+            hidden = output
         return hidden
 
     def output(self, index: int, hidden: Tensor) -> object:
@@ -129,10 +121,9 @@ class Stream:
         last = len(self.chain) - 1
 
         def pass_on(position: int, args: Args, kwargs: Kwargs) -> object:
-            block = self.chain[position]
-            given = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            before = hidden_argument(self.chain[position], args, kwargs)
             # What lies outside the blocks may compute in another dtype than the blocks.
-            return with_hidden(hidden.to(given.dtype) if position == last else given, block.rest)
+            return with_hidden(hidden.to(before.dtype) if position == last else before, self.chain[position].rest)
 
         with replaced_blocks(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
@@ -164,8 +155,7 @@ class Stream:
 
         def record(position: int, args: Args, kwargs: Kwargs) -> object:
             nonlocal passed_on
-            block = self.chain[position]
-            hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+            block, hidden = self.chain[position], hidden_argument(self.chain[position], args, kwargs)
             if self.strict and (position != len(recorded) or (position and hidden is not passed_on)):
                 raise ChainError
             if position == 0:
@@ -190,89 +180,9 @@ class Stream:
             raise ChainError
         self.arguments.append(recorded)
 
-    def _stop(self, position: int, args: Args, kwargs: Kwargs) -> object:
-        raise StopForward
 
-    def _pass_on(self, index: int, position: int, args: Args, kwargs: Kwargs) -> object:
-        block = self.chain[position]
-        hidden = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
-        last = position == len(self.chain) - 1
-        return with_hidden(self.state(index).to(hidden.dtype) if last else hidden, block.rest)
-
-
-def exact_chain(
-    model: nn.Module,
-    data: Sequence[Batch],
-    layers: tuple[Layer, ...],
-    along: Callable[[list[Block]], AbstractContextManager[None]] = lambda chain: nullcontext(),
-) -> list[Block]:
-    """The longest chain of blocks along which the model can be run exactly; empty if there is none.
-
-    Args:
-        model: the model.
-        data: calibration data.
-        layers: the layers to prune.
-        along: context in which a candidate is run.
-    """
-    for chain in find_chains(model, min(data, key=batches.size), layers):
-        if len(chain) > 1:
-            with along(chain):
-                if running_along_is_exact(model, chain, data, layers):
-                    return chain
-    return []
-
-
-@torch.no_grad()
-def running_along_is_exact(
-    model: nn.Module, chain: list[Block], data: Sequence[Batch], layers: Sequence[Layer]
-) -> bool:
-    """Check that the chain gives every layer the same inputs, in its own stage, as the whole model does.
-
-    Then blocks pass on nothing but the hidden state. No layer is called from two stages or from a branch between two
-    blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the batch of the fewest
-    samples, and on the batches of the smallest and the largest samples. For other batches only the order of the blocks
-    is checked.
-    """
-    places = sorted(range(len(data)), key=lambda index: batches.size(data[index]))
-    sizes = [sum(tensor[:1].numel() for tensor in batches.tensors(batch) if tensor.ndim) for batch in data]
-    shown = {places[0], min(places, key=sizes.__getitem__), max(places, key=sizes.__getitem__)}
-    try:
-        for index, batch in enumerate(data):
-            stream = Stream(model, [batch], chain, strict=True)
-            if index not in shown:
-                stream.advance(BEFORE)
-            elif _fed(stream, layers) != _fed(Stream(model, [batch], []), layers):
-                return False
-    except Exception as error:  # the model cannot be run in stages, so it is run whole
-        if is_out_of_memory(error):
-            raise
-        return False
-    return True
-
-
-def _fed(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, list[Mark]], Mark]:
-    """Marks of the inputs of every layer in its stage, by name, and of the output; on the first batch."""
-    fed: dict[str, list[Mark]] = {}
-
-    def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
-        fed.setdefault(layer.name, []).append(_mark(value))
-
-    for stage in stream.stages:
-        left = [layer for layer in layers if layer.name not in fed]
-        with captured_inputs(stream.model, stream.layers_of(stage, left), note):
-            output = stream.run(stage, 0)
-        stream.advance(stage)
-    return fed, _mark(outputs.logits(output))
-
-
-def _mark(value: Tensor) -> Mark:
-    """A checksum of a tensor; all activations of a model together may not fit into memory."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
-    total = 0
-    for part in torch.split(value.contiguous().view(integers).flatten(), _PIECE):
-        places = torch.arange(1, 2 * len(part), 2, device=part.device)
-        total = (31 * total + int((part.long() * places).sum())) % 2**64  # integers: exact in every order
-    return value.shape, total
+def _stop(position: int, args: Args, kwargs: Kwargs) -> object:
+    raise StopForward
 
 
 def cast_floats(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> Any:
@@ -288,6 +198,12 @@ def cast_floats(value: object, dtype: torch.dtype, seen: dict[int, Tensor]) -> A
     return value
 
 
+def hidden_argument(block: Block, args: Args, kwargs: Kwargs) -> Tensor:
+    """The hidden state among the arguments of a block."""
+    hidden: Tensor = kwargs[block.hidden] if isinstance(block.hidden, str) else args[block.hidden]
+    return hidden
+
+
 def inserted(arguments: Arguments, where: int | str, hidden: Tensor | None) -> Arguments:
     """The arguments with a hidden state at a position or keyword."""
     args, kwargs = arguments
@@ -300,24 +216,11 @@ def inserted(arguments: Arguments, where: int | str, hidden: Tensor | None) -> A
 def replaced_blocks(
     model: nn.Module, blocks: list[Block], behaviour: Callable[[int, Args, Kwargs], object]
 ) -> Iterator[None]:
-    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit.
+    """Replace the forward of blocks by `behaviour(position, args, kwargs)`; restored on exit."""
 
-    Two halves of a block follow each other.
-    """
-    positions: dict[str, list[int]] = {}
-    for position, block in enumerate(blocks):
-        positions.setdefault(block.path, []).append(position)
+    def forward_of(position: int) -> Callable[..., object]:
+        return lambda *args, **kwargs: behaviour(position, args, kwargs)
 
-    def run(path: str, args: Args, kwargs: Kwargs) -> object:
-        first, *others = positions[path]
-        output = behaviour(first, args, kwargs)
-        for position in others:
-            args, kwargs = inserted((args, kwargs), blocks[position].hidden, hidden_of(output))
-            output = behaviour(position, args, kwargs)
-        return output
-
-    def forward_of(path: str) -> Callable[..., object]:
-        return lambda *args, **kwargs: run(path, args, kwargs)
-
-    with replaced_forwards([(model.get_submodule(path), forward_of(path)) for path in positions]):
+    replacements = [(model.get_submodule(block.path), forward_of(position)) for position, block in enumerate(blocks)]
+    with replaced_forwards(replacements):
         yield

@@ -1,8 +1,8 @@
 """Shortcuts through a block: modules that need not run again once the input of one layer is known.
 
 After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind it
-need only this input. Either a whole module is replaced: the attention module returns the output projection of the
-input, and computes nothing else. Or, where attention is a function, only layers are replaced, as in `bypasses`.
+need only this input: the attention module is replaced by one that returns the output projection of the input, and
+computes nothing else.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration.blocks import Call, hidden_of, with_hidden
-from iobs.pruning.calibration.bypasses import Bypass
+from iobs.errors import is_out_of_memory
+from iobs.pruning.calibration.blocks import Call, Tracer, hidden_of, inside, with_hidden
+from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import replaced_forwards
+from iobs.pruning.samples import batches
+
+if TYPE_CHECKING:
+    from iobs.pruning.calibration.replay import Stream
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,10 @@ class Shortcut:
         """
 
         def forward(*_: object, **__: object) -> object:
-            found = value()
+            hidden = value()
             if self.applied:
-                found = model.get_submodule(self.layer.path)(found)
-            return with_hidden(found, self.rest)
+                hidden = model.get_submodule(self.layer.path)(hidden)
+            return with_hidden(hidden, self.rest)
 
         with replaced_forwards([(model.get_submodule(self.path), forward)]):
             yield
@@ -62,18 +68,18 @@ class Shortcuts:
     """The shortcuts of one block, and the inputs of their layers as far as they are known.
 
     Args:
-        found: the shortcuts.
+        shortcuts: of the block, by position.
         keep: (position of a shortcut, index of a batch, input) -> the tensor to store.
         fetch: a stored tensor -> a copy of it on the device of the model.
 
     Attributes:
-        known: inputs by layer and index of the batch.
+        inputs: that are known, by layer and index of the batch.
     """
 
-    found: Sequence[Shortcut | Bypass]
+    shortcuts: Sequence[Shortcut]
     keep: Callable[[int, int, Tensor], Tensor]
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
-    known: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
+    inputs: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
 
     def note(self, layers: Sequence[Layer], index: int, value: Tensor, hidden: Tensor) -> None:
         """Store the common input of layers on a batch, if a shortcut needs it.
@@ -82,17 +88,17 @@ class Shortcuts:
         """
         if value.numel() > hidden.numel() or value.dtype != hidden.dtype:
             return
-        for place, shortcut in enumerate(self.found):
+        for place, shortcut in enumerate(self.shortcuts):
             if shortcut.layer in layers:
-                self.known[shortcut.layer, index] = self.keep(place, index, value)
+                self.inputs[shortcut.layer, index] = self.keep(place, index, value)
 
     @contextmanager
     def taken(self, model: nn.Module, index: int) -> Iterator[None]:
         """Take the shortcuts whose inputs are known on a batch; modules are restored on exit."""
         with ExitStack() as stack:
-            for one in self.found:
-                if (known := self.known.get((one.layer, index))) is not None:
-                    stack.enter_context(one.taken(model, partial(self.fetch, known)))
+            for shortcut in self.shortcuts:
+                if (value := self.inputs.get((shortcut.layer, index))) is not None:
+                    stack.enter_context(shortcut.taken(model, partial(self.fetch, value)))
             yield
 
 
@@ -111,37 +117,94 @@ def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: 
     """
     counts = Counter(call.path for call in calls)
     once = {call.path: call for call in calls if counts[call.path] == 1}
-    inner = [call for call in once.values() if call.path.startswith(f"{block}.") and call.output is not None]
-    found: dict[str, Shortcut] = {}
+    modules = [call for call in once.values() if call.path.startswith(f"{block}.") and call.output is not None]
+    shortcuts: dict[str, Shortcut] = {}
     for layer in layers:
-        own = once.get(layer.path)
-        if own is None or not layer.is_called or layer.expert is not None:
+        if layer.path not in once or not layer.is_called or layer.expert is not None:
             continue
+        call_of_layer = once[layer.path]
         outer: Call | None = None
-        for call in inner:
-            applied = layer.path.startswith(f"{call.path}.") and call.output == own.output
-            given = call.ended < own.began and any(value == call.output for _, value in own.arguments[:1])
-            if not (applied or given) or not _holds_more(model, call.path, layer):
+        for call in modules:
+            applied = inside(layer, call.path) and call.path != layer.path and call.output == call_of_layer.output
+            first = call_of_layer.arguments[:1]
+            passes_on = call.ended < call_of_layer.began and any(value == call.output for _, value in first)
+            if not (applied or passes_on) or not _holds_more(model, call.path, layer):
                 continue
-            inside = [one for one in layers if one.path.startswith(f"{call.path}.") or one.path == call.path]
-            if any(one.path not in once or once[one.path].began > own.began for one in inside):
+            within = [other for other in layers if inside(other, call.path)]
+            if any(other.path not in once or once[other.path].began > call_of_layer.began for other in within):
                 continue
             if outer is None or call.began < outer.began:
                 outer = call
         if outer is not None:
-            applied = layer.path.startswith(f"{outer.path}.")
-            found.setdefault(outer.path, Shortcut(outer.path, layer, applied, outer.rest))
-    return [*found.values()]
+            applied = inside(layer, outer.path) and outer.path != layer.path
+            shortcuts.setdefault(outer.path, Shortcut(outer.path, layer, applied, outer.rest))
+    return [*shortcuts.values()]
 
 
 def _holds_more(model: nn.Module, path: str, layer: Layer) -> bool:
-    """Check that a module holds a matrix besides that of a layer; without one a shortcut saves nothing."""
-    own = model.get_parameter(layer.key)
-    return any(value.ndim > 1 and value is not own for value in model.get_submodule(path).parameters())
+    """Whether a module holds a matrix besides that of a layer; without one a shortcut saves nothing."""
+    matrix = model.get_parameter(layer.key)
+    return any(value.ndim > 1 and value is not matrix for value in model.get_submodule(path).parameters())
 
 
-@torch.no_grad()
-def same_output(given: object, expected: object) -> bool:
-    """Check that two outputs of a block have the same hidden state, bit for bit."""
-    one, other = hidden_of(given), hidden_of(expected)
-    return one is not None and other is not None and one.device == other.device and torch.equal(one, other)
+def exact_shortcuts(
+    stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object
+) -> Sequence[Shortcut]:
+    """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks.
+
+    Args:
+        stream: the model at the block.
+        stage: of the block.
+        index: of the batch.
+        tracer: calls of the block on the batch.
+        groups: layers with the same input, in execution order.
+        output: of the block on the batch.
+    """
+    if not tracer.calls:
+        return []
+    place = {layer: number for number, group in enumerate(groups) for layer in group}
+    candidates = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, [*place])
+    inputs = _known_inputs(stream, stage, index, candidates)
+    exact: list[Shortcut] = []
+    for candidate in sorted(candidates, key=lambda shortcut: place[shortcut.layer]):
+        # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
+        before = [shortcut for shortcut in exact if place[shortcut.layer] < place[candidate.layer]]
+        if candidate.layer in inputs and _is_exact(stream, stage, index, [*before, candidate], inputs, output):
+            exact.append(candidate)
+    return exact
+
+
+def _known_inputs(stream: Stream, stage: int, index: int, candidates: Sequence[Shortcut]) -> dict[Layer, Tensor]:
+    """The inputs of the layers of shortcuts on a batch, as far as a sweep stores them."""
+    if not candidates:
+        return {}
+    shortcuts = Shortcuts(candidates, lambda place, index, value: value.clone())
+    with captured_inputs(
+        stream.model,
+        [candidate.layer for candidate in candidates],
+        lambda layer, module, value: shortcuts.note([layer], index, value, stream.hidden[index]),
+    ):
+        stream.run(stage, index)
+    return {layer: value for (layer, _), value in shortcuts.inputs.items()}
+
+
+def _is_exact(
+    stream: Stream,
+    stage: int,
+    index: int,
+    candidates: Sequence[Shortcut],
+    inputs: dict[Layer, Tensor],
+    expected: object,
+) -> bool:
+    """Whether a block with shortcuts gives the same hidden state on a batch, bit for bit."""
+    shortcuts = Shortcuts(candidates, lambda place, index, value: value)
+    shortcuts.inputs = {(candidate.layer, index): inputs[candidate.layer] for candidate in candidates}
+    try:
+        with shortcuts.taken(stream.model, index):
+            output = stream.run(stage, index)
+    except batches.REFUSALS as error:  # the block reads an output that only the whole module gives
+        if is_out_of_memory(error):
+            raise
+        return False
+    hidden, other = hidden_of(output), hidden_of(expected)
+    return hidden is not None and other is not None and hidden.device == other.device and torch.equal(hidden, other)

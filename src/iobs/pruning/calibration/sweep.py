@@ -11,13 +11,28 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.experts import Stack
-from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.calibration.inputs import Captured, SharedInput, captured, drift_of, execution_order, require_finite
+from iobs.pruning.calibration.gram import (
+    POSITIONS,
+    Gram,
+    Statistics,
+    draw_positions,
+    input_rows,
+    output_rows,
+    statistics_of,
+)
+from iobs.pruning.calibration.inputs import (
+    Captured,
+    SharedInput,
+    agreed_order,
+    captured,
+    drift_of,
+    execution_order,
+    require_finite,
+)
 from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.calibration.residency import InMemory, Residency, park_wide
+from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.calibration.shortcuts import Shortcuts
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -54,7 +69,7 @@ class Moments:
     """
 
     seed: int = 0
-    positions: int = gram.POSITIONS
+    positions: int = POSITIONS
     means: bool = False
     drift: bool = False
 
@@ -91,20 +106,20 @@ class Sweep:
     dense_inputs: bool = False
     moments: Moments = field(default_factory=Moments)
     ranks: Ranks = ALONE
-    residency: Residency = field(default_factory=InMemory)
+    residency: Residency = field(default_factory=Residency)
     followers: Sequence[Stream] | None = None
     without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
-    def _own(self) -> tuple[Samples, Samples]:
-        """The batches of this rank."""
+    def _shares(self) -> tuple[Samples, Samples]:
+        """The calibration and held-out batches of this rank."""
         return self.ranks.share(self.calibration), self.ranks.share(self.heldout)
 
     def _numbered(self) -> list[tuple[int, bool, int]]:
         """The batches of a stream: (position, held out or not, number of the caller's batch)."""
-        fit, heldout = self._own
-        flags = [False] * len(fit.batches) + [True] * len(heldout.batches)
-        return [*zip(itertools.count(), flags, fit.numbers + heldout.numbers, strict=False)]
+        calibration, heldout = self._shares
+        flags = [False] * len(calibration.batches) + [True] * len(heldout.batches)
+        return [*zip(itertools.count(), flags, calibration.numbers + heldout.numbers, strict=False)]
 
     def groups(self) -> Iterator[Group]:
         """Groups of layers in execution order. Weights written to one group affect the inputs of all later groups.
@@ -125,16 +140,26 @@ class Sweep:
 
     def streams(self) -> list[Stream]:
         """Streams of the model and of the reference, if there is one, at their start."""
-        data = self._own[0].batches + self._own[1].batches
+        calibration, heldout = self._shares
         models = [self.model] if self.reference is None else [self.model, self.reference]
         self.without_input = dict.fromkeys(self.layers, False)
-        fetch = self.residency.fetch
-        return [Stream(one, data, self.chain, False, self.place(number), fetch) for number, one in enumerate(models)]
+        data, fetch = calibration.batches + heldout.batches, self.residency.fetch
+        return [
+            Stream(model, data, self.chain, keep=self.place(number), fetch=fetch) for number, model in enumerate(models)
+        ]
 
     def place(self, number: int) -> Callable[[int, Tensor], Tensor]:
         """The function that stores the hidden states of the stream with this number."""
-        fit, heldout = self._own
-        return partial(self._kept, number * (len(fit.batches) + len(heldout.batches)))
+        calibration, heldout = self._shares
+        return partial(self._keep, number * (len(calibration.batches) + len(heldout.batches)))
+
+    def _keep(self, first: int, index: int, hidden: Tensor) -> Tensor:
+        dtype = self.residency.arithmetic
+        return self.residency.keep(first + index, hidden if dtype is None else hidden.to(dtype))
+
+    def _keep_input(self, number: int, shortcut: int, index: int, value: Tensor) -> Tensor:
+        """Store the input of a shortcut of the stream with this number."""
+        return self.place(_SHORTCUTS + 2 * shortcut + number)(index, value)
 
     @torch.no_grad()
     def advance(self, streams: Sequence[Stream], stage: int) -> None:
@@ -143,14 +168,6 @@ class Sweep:
             stream.advance(stage)
             if stage == BEFORE and self.residency.arithmetic is not None:
                 stream.cast_arguments(self.residency.arithmetic)
-
-    def _known(self, number: int, place: int, index: int, value: Tensor) -> Tensor:
-        """Store the input of a shortcut of the stream with this number."""
-        return self.place(_SHORTCUTS + 2 * place + number)(index, value)
-
-    def _kept(self, first: int, index: int, hidden: Tensor) -> Tensor:
-        dtype = self.residency.arithmetic
-        return self.residency.keep(first + index, hidden if dtype is None else hidden.to(dtype))
 
     @contextmanager
     def taking_shortcuts(self, streams: Sequence[Stream]) -> Iterator[None]:
@@ -166,16 +183,9 @@ class Sweep:
 
         Between two groups only the weights of the layers of this stage may change.
         """
-        wanted = streams[0].layers_of(stage, [*self.without_input])
-        with torch.no_grad():
-            found = execution_order(streams[0], stage, wanted, self.without_input, self._pairs)
-            order = self._agreed(found.groups, wanted)
-        if found.shortcuts:
-            for number, stream in enumerate(streams):
-                stream.shortcuts = Shortcuts(found.shortcuts, partial(self._known, number), self.residency.fetch)
-        for shared in order:
-            fed = set(shared.layers)
-            self.without_input = {layer: used for layer, used in self.without_input.items() if layer not in fed}
+        for shared in self._order(streams, stage):
+            for layer in shared.layers:
+                self.without_input.pop(layer, None)
             if shared.layers[0].expert is None:
                 yield Group(shared.layers, partial(self._statistics, streams, stage, shared))
             else:
@@ -185,31 +195,23 @@ class Sweep:
                 for expert in stack.layers:
                     yield Group([expert], partial(stack.statistics, expert), stack)
 
-    def _agreed(self, order: list[SharedInput], layers: list[Layer]) -> list[SharedInput]:
-        """The same order on all ranks: that of the first rank, then layers that only later ranks have called."""
+    @torch.no_grad()
+    def _order(self, streams: list[Stream], stage: int) -> list[SharedInput]:
+        """The inputs of a stage in execution order, the same on all ranks; gives the streams their shortcuts."""
+        # A copy, since the sweeps of a reconstruction share it.
+        self.without_input = dict(self.without_input)
+        layers = streams[0].layers_of(stage, [*self.without_input])
+        order, shortcuts = execution_order(streams[0], stage, layers, self.without_input, self._compares_residuals)
+        if shortcuts:
+            for number, stream in enumerate(streams):
+                stream.shortcuts = Shortcuts(shortcuts, partial(self._keep_input, number), self.residency.fetch)
         if self.ranks.size == 1 or not layers:
             return order
-        device = layers[0].tensor(self.model).device
-        # By rank and layer: number of the group from 1 on, number of calls, number of residuals.
-        seen = torch.zeros(self.ranks.size, len(layers), 3, device=device)
-        for number, shared in enumerate(order, 1):
-            for layer in shared.layers:
-                facts = [number, shared.calls, shared.residuals]
-                seen[self.ranks.rank, layers.index(layer)] = torch.tensor(facts, device=device)
-        self.ranks.sum(seen)
-        agreed: dict[tuple[int, int], SharedInput] = {}
-        left = set(layers)
-        for rank, table in enumerate(seen.int().tolist()):
-            found = [(*facts, layer) for facts, layer in zip(table, layers, strict=True) if facts[0]]
-            for number, calls, residuals, layer in sorted(found, key=lambda entry: entry[0]):
-                if layer in left:
-                    agreed.setdefault((rank, number), SharedInput([], calls, residuals)).layers.append(layer)
-                    left.remove(layer)
-        return list(agreed.values())
+        return agreed_order(order, layers, layers[0].tensor(self.model).device, self.ranks)
 
     @property
-    def _pairs(self) -> bool:
-        """Check that residuals of both models are compared."""
+    def _compares_residuals(self) -> bool:
+        """True if residuals of both models are compared."""
         return self.moments.drift and self.reference is not None and not self.dense_inputs
 
     @torch.no_grad()
@@ -219,61 +221,70 @@ class Sweep:
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
         generator = torch.Generator().manual_seed(self.moments.seed)
-        lost = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
+        unpaired = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
         grams = []
         # One after the other: finished Grams of wide layers take half of the memory of their sums.
-        for part in (False, True) if self.heldout.batches else (False,):
-            drifts = shared.residuals > 0 and self._pairs
-            grams.append(Gram.empty(layer, device, len(used) > 1, self.moments.means, drifts))
+        for heldout in (False, True) if self.heldout.batches else (False,):
+            drifts = shared.residuals > 0 and self._compares_residuals
+            gram = Gram.empty(layer, device, len(used) > 1, means=self.moments.means, drift=drifts)
             for index, held_out, number in self._numbered():
-                if held_out is part:
-                    found = [captured(stream, stage, index, shared) for stream in used]
+                if held_out is heldout:
+                    inputs = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
-                    lost += self._add(grams[-1], found, layer, number, attended, generator).to(device)
-            grams[-1].sum_over(self.ranks)
-            grams[-1].finish()
-            park_wide(grams[-1], "heldout" if part else "calibration", self.residency)
-        self.ranks.sum(lost)
-        for one in grams:
-            if lost[0]:
+                    unpaired += self._add(gram, inputs, layer, number, attended, generator).to(device)
+            gram.sum_over(self.ranks)
+            gram.finish()
+            gram.park("heldout" if heldout else "calibration", self.residency.park)
+            grams.append(gram)
+        self.ranks.sum(unpaired)
+        for gram in grams:
+            if unpaired[0]:
                 # The reference routes other tokens to this expert: it then matches its own weights on its own inputs.
-                one.unpair()
-            if lost[1]:
-                one.drift = None
-        return gram.of_called(grams[0], grams[1] if self.heldout.batches else None)
+                gram.unpair()
+            if unpaired[1]:
+                gram.drift = None
+        return statistics_of(grams[0], grams[1] if self.heldout.batches else None)
 
     def _add(
         self,
-        total: Gram,
-        found: list[Captured],
+        gram: Gram,
+        inputs: list[Captured],
         layer: Layer,
         number: int,
         attended: Tensor | None,
-        draws: torch.Generator,
+        generator: torch.Generator,
     ) -> Tensor:
-        """Add what was captured of one batch, by stream, to a Gram; `draws` chooses the positions of convolutions.
+        """Add the inputs on one batch, by stream, to a Gram.
+
+        Args:
+            gram: of the layer.
+            inputs: of the layer and its residual.
+            layer: the layer.
+            number: of the caller's batch.
+            attended: positions that are not padding, or None.
+            generator: draws the positions of convolutions.
 
         Returns:
             (2,) 1 where the inputs, or the residuals, have no partner; otherwise 0.
         """
-        lost = torch.zeros(2)
-        drift = drift_of([one.residual for one in found]) if total.drift is not None else None
-        lost[1] += total.drift is not None and drift is None
-        calls = [one.calls for one in found]
-        if len({tuple(value.shape for _, value in one) for one in calls}) > 1:
-            lost[0] += 1
+        unpaired = torch.zeros(2)
+        drift = drift_of([capture.residual for capture in inputs]) if gram.drift is not None else None
+        unpaired[1] += gram.drift is not None and drift is None
+        calls = [capture.calls for capture in inputs]
+        if len({tuple(value.shape for _, value in calls_of_stream) for calls_of_stream in calls}) > 1:
+            unpaired[0] += 1
             calls = calls[:1]
         for call in zip(*calls, strict=True):
             module, values = call[0][0], [value for _, value in call]
-            positions = gram.draw_positions(module, values[0], draws, self.moments.positions)
+            positions = draw_positions(module, values[0], generator, self.moments.positions)
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
                 drift = None if drift is None else outputs.unpadded(drift, attended)
             require_finite(values, layer, number)
-            rows = [gram.input_rows(layer, module, value, positions) for value in values]
-            moved = None if drift is None else gram.output_rows(layer, drift, positions)
-            total.add(rows[0], rows[1] if len(rows) > 1 else None, moved)
-        return lost
+            rows = [input_rows(layer, module, value, positions) for value in values]
+            moved = None if drift is None else output_rows(layer, drift, positions)
+            gram.add(rows[0], rows[1] if len(rows) > 1 else None, moved)
+        return unpaired
 
 
 def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:

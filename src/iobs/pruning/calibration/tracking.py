@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from iobs.errors import is_out_of_memory
 from iobs.pruning.network.layers import Axes, View
@@ -49,7 +50,7 @@ class Tracker:
                 total += parameter.numel()
 
     def holds(self, value: object) -> bool:
-        """Check that a tensor shares the memory of a tracked parameter or of a copy of its entries."""
+        """Whether a tensor shares the memory of a tracked parameter or of a copy of its entries."""
         if not isinstance(value, Tensor) or not self._homes:
             return False
         place = _storage(value)
@@ -57,10 +58,9 @@ class Tracker:
 
     def follow(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object) -> None:
         """Number the entries of the result of a function that copies entries of parameters."""
-        results = [result] if isinstance(result, Tensor) else []
-        if not results or name not in _SAME | _MOVED | _TIMES or self.holds(result):
+        if not isinstance(result, Tensor) or name not in _SAME | _MOVED | _TIMES or self.holds(result):
             return
-        scales = {self.scale(value) for value in _tensors((args, kwargs)) if self.holds(value)}
+        scales = {self.scale(value) for value in tree_leaves((args, kwargs)) if self.holds(value)}
         if len(scales) != 1:
             return
         scale = scales.pop()
@@ -72,17 +72,17 @@ class Tracker:
             elif name in _SAME:
                 numbers = self._numbered(args[0])
             else:
-                numbers = func(*_replaced(args, self._numbered), **_replaced(kwargs, self._numbered))
+                copied_args, copied_kwargs = tree_map_only(Tensor, self._numbered, (args, kwargs))
+                numbers = func(*copied_args, **copied_kwargs)
         except (RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
             if is_out_of_memory(error):
                 raise
             return
-        for value in results:
-            if (place := _storage(value)) and numbers.shape == value.shape:
-                size = value.untyped_storage().nbytes() // value.element_size()
-                whole = torch.full((size,), _FOREIGN, dtype=torch.int64, device=value.device)
-                whole.as_strided(value.shape, value.stride(), value.storage_offset()).copy_(numbers)
-                self._copies[place] = value, whole, scale
+        if (place := _storage(result)) and numbers.shape == result.shape:
+            size = result.untyped_storage().nbytes() // result.element_size()
+            whole = torch.full((size,), _FOREIGN, dtype=torch.int64, device=result.device)
+            whole.as_strided(result.shape, result.stride(), result.storage_offset()).copy_(numbers)
+            self._copies[place] = result, whole, scale
 
     def scale(self, value: Tensor) -> float:
         """The number by which the entries of parameters in a tensor are multiplied."""
@@ -121,7 +121,7 @@ class Tracker:
             matrix = factor[index] if index else factor
             if place in self._copies:
                 numbers = self._numbered(matrix).flatten(rows).flatten(0, rows - 1).contiguous()
-                yield from ((index, *found) for found in self._blocks(numbers))
+                yield from ((index, *block) for block in self._blocks(numbers))
                 continue
             for begin, end, name, _ in self._homes[place or 0]:
                 axes = [*zip(matrix.shape, matrix.stride(), strict=True)]
@@ -136,10 +136,10 @@ class Tracker:
         starts = torch.tensor([first for first, _, _ in self._numbers], device=numbers.device)
         owners = torch.where(numbers < 0, _FOREIGN, torch.searchsorted(starts, numbers, right=True) - 1)
         for top, bottom in _runs(owners[:, 0]):
-            for left, right in _runs(owners[top]):
-                owner = int(owners[top, left])
-                block = numbers[top:bottom, left:right]
-                if owner == _FOREIGN or not bool((owners[top:bottom, left:right] == owner).all()):
+            for start, stop in _runs(owners[top]):
+                owner = int(owners[top, start])
+                block = numbers[top:bottom, start:stop]
+                if owner == _FOREIGN or not bool((owners[top:bottom, start:stop] == owner).all()):
                     continue
                 first, name, _ = self._numbers[owner]
                 down, across = _axes(block[:, 0] - block[0, 0]), _axes(block[0] - block[0, 0])
@@ -147,7 +147,7 @@ class Tracker:
                     continue
                 step = (block[:, :1] - block[0, 0]) + (block[:1] - block[0, 0]) + block[0, 0]
                 if bool((step == block).all()):
-                    yield name, View(int(block[0, 0]) - first, down, across), (left, right)
+                    yield name, View(int(block[0, 0]) - first, down, across), (start, stop)
 
 
 def _scaled(name: str, weight: Tensor, factor: float | Tensor) -> tuple[Tensor, float]:
@@ -166,35 +166,17 @@ def _storage(value: Tensor) -> int | None:
         return None
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
-
-
-def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _replaced(one, change) for name, one in value.items()}
-    return type(value)([_replaced(one, change) for one in value]) if type(value) in (tuple, list) else value
-
-
 def _joined(axes: list[tuple[int, int]]) -> Axes:
     """Dimensions with those joined that can be flattened without a copy, and without dimensions of size 1."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for size, stride in axes:
         if size == 1:
             continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = found[-1][0] * size, stride
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = joined[-1][0] * size, stride
         else:
-            found.append((size, stride))
-    return tuple(found) or ((1, 1),)
+            joined.append((size, stride))
+    return tuple(joined) or ((1, 1),)
 
 
 def _runs(values: Tensor) -> Iterator[tuple[int, int]]:
@@ -206,15 +188,15 @@ def _runs(values: Tensor) -> Iterator[tuple[int, int]]:
 def _axes(steps: Tensor) -> Axes | None:
     """The dimensions whose flattened positions are these numbers, which begin with 0; None if there are none."""
     axes: list[tuple[int, int]] = []
-    left = steps
-    while len(left) > 1:
-        stride = int(left[1])
-        even = left == torch.arange(len(left), device=left.device) * stride
-        size = len(left) if bool(even.all()) else int(torch.nonzero(~even)[0])
-        if stride <= 0 or len(left) % size:
+    slower = steps
+    while len(slower) > 1:
+        stride = int(slower[1])
+        even = slower == torch.arange(len(slower), device=slower.device) * stride
+        size = len(slower) if bool(even.all()) else int(torch.nonzero(~even)[0])
+        if stride <= 0 or len(slower) % size:
             return None
         axes.append((size, stride))
-        left = left[::size]
+        slower = slower[::size]
     axes.reverse()
     built = torch.zeros(1, dtype=torch.int64, device=steps.device)
     for size, stride in axes:

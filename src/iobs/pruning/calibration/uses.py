@@ -11,70 +11,65 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.products import Index, Product, outside_vmap, products
 from iobs.pruning.calibration.tracking import Tracker
+from iobs.pruning.network.calls import Args, Function, Kwargs, Observer
 from iobs.pruning.network.folding import unfolded
 from iobs.pruning.network.layers import Layer, View, holds_weights, layers_by_class
 
-Note = Callable[[Layer, nn.Module, Tensor], None]
-Heard = Callable[[str, View, Callable[[], Tensor], bool], None]
+# Called with a layer, the module that holds it, and an input.
+Note: TypeAlias = Callable[[Layer, nn.Module, Tensor], None]
+# Called with the name of a parameter, the view of it that is a factor, a function that returns the input, and whether
+# the call multiplies several matrices.
+NoteProduct: TypeAlias = Callable[[str, View, Callable[[], Tensor], bool], None]
 
 _PRODUCT = nn.Identity()  # the module of inputs that are rows of a product already, such as windows of a convolution
 _LEAST = 2  # columns of a matrix; a product with fewer is a scaling
 
 
-class Products(TorchFunctionMode):
-    """Watch the products with tracked parameters in a forward pass.
+class _ParameterProducts:
+    """A subscriber that notes the products with tracked parameters, before they are computed.
 
     Args:
         parameters: by full name.
-        heard: called before each product with a parameter. Its arguments are the name of the parameter, the view that
-            is the matrix, a function that returns the input, and a flag. The flag is True for one of several matrices
-            in one call.
+        note: called for each matrix of a parameter that is a factor.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], heard: Heard) -> None:
-        super().__init__()
-        self.heard, self.tracker = heard, Tracker(parameters)
+    def __init__(self, parameters: dict[str, nn.Parameter], note: NoteProduct) -> None:
+        self.note, self.tracker = note, Tracker(parameters)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Tell of the product that a call computes, if it is one, and follow copies of parameters."""
-        given, name = kwargs or {}, getattr(func, "__name__", "")
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None]:
+        """Note the product that a call computes, if it is one, and follow copies of parameters."""
+        name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunction():
-            for product in products(name, args, given):
+            for product in products(name, args, kwargs):
                 if self.tracker.holds(product.factor):
-                    self._tell(product)
-        result = func(*args, **given)
-        with torch._C.DisableTorchFunction():
-            self.tracker.follow(name, func, args, given, result)
-        return result
+                    self._note(product)
 
-    def _tell(self, product: Product) -> None:
-        """Tell of the matrices of a product; matrices with the same input get the same tensor."""
-        values: dict[tuple[Index, tuple[int, int]], Tensor] = {}
+        def follow(result: object) -> None:
+            with torch._C.DisableTorchFunction():
+                self.tracker.follow(name, func, args, kwargs, result)
+
+        return follow
+
+    def _note(self, product: Product) -> None:
+        """Note the matrices of a product; matrices with the same input get the same tensor."""
+        inputs: dict[tuple[Index, tuple[int, int]], Tensor] = {}
         scale = self.tracker.scale(product.factor)  # (scale W) x = W (scale x)
 
-        def value(index: Index, columns: tuple[int, int]) -> Tensor:
-            if (index, columns) not in values:
-                found = product.inputs(index) if scale == 1 else product.inputs(index) * scale
-                whole = columns == (0, found.shape[-1])
-                values[index, columns] = found if whole else found[..., slice(*columns)]
-            return values[index, columns]
+        def input_of(index: Index, columns: tuple[int, int]) -> Tensor:
+            if (index, columns) not in inputs:
+                value = product.inputs(index) if scale == 1 else product.inputs(index) * scale
+                inputs[index, columns] = value if columns == (0, value.shape[-1]) else value[..., slice(*columns)]
+            return inputs[index, columns]
 
-        for index, owner, view, columns in self.tracker.matrices(product.factor, product.batch, product.rows):
-            self.heard(owner, view, partial(value, index, columns), product.batch > 0)
+        for index, name, view, columns in self.tracker.matrices(product.factor, product.batch, product.rows):
+            self.note(name, view, partial(input_of, index, columns), product.batch > 0)
 
 
 @contextmanager
@@ -83,20 +78,20 @@ def captured_products(model: nn.Module, layers: Sequence[Layer], note: Note) -> 
     if not layers:
         yield
         return
-    known = {(layer.key, replace(layer.view, name="")): layer for layer in layers if layer.view is not None}
+    by_view = {(layer.key, replace(layer.view, name="")): layer for layer in layers if layer.view is not None}
     parameters = {layer.key: layer.stored(model) for layer in layers}
 
-    def heard(name: str, view: View, value: Callable[[], Tensor], stacked: bool) -> None:
-        if (layer := known.get((name, view))) is not None:
-            found = outside_vmap(value())
-            note(layer, _PRODUCT, found.detach() if found.requires_grad else found)
+    def note_product(name: str, view: View, input_of: Callable[[], Tensor], stacked: bool) -> None:
+        if (layer := by_view.get((name, view))) is not None:
+            value = outside_vmap(input_of())
+            note(layer, _PRODUCT, value.detach() if value.requires_grad else value)
 
-    with Products(parameters, heard):
+    with Observer(_ParameterProducts(parameters, note_product)):
         yield
 
 
 @dataclass
-class _Seen:
+class _Uses:
     """The products of one parameter in observed passes.
 
     Args:
@@ -108,7 +103,7 @@ class _Seen:
     stacked: bool = False
 
 
-class Observer:
+class LayersByUse:
     """Observe forward passes of a model and find the layers that no class shows.
 
     Parameters of layers whose module is called, of embeddings, and of parametrisations such as the spectral norm are
@@ -116,54 +111,52 @@ class Observer:
 
     Args:
         model: the model.
+
+    Attributes:
+        by_class: the layers that classes show.
+        called: names of parameters whose layers are left to their classes; the caller adds to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._seen: dict[str, _Seen] = {}
-        left = unfolded(model) | {
-            id(one)
+        excluded = unfolded(model) | {
+            id(parameter)
             for module in model.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            for one in module.parameters(recurse=False)
+            for parameter in module.parameters(recurse=False)
         }
         self._parameters = {
-            name: one
-            for name, one in model.named_parameters()
-            if holds_weights(one) and one.numel() >= _LEAST and id(one) not in left
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if holds_weights(parameter) and parameter.numel() >= _LEAST and id(parameter) not in excluded
         }
-        self._classes = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
+        self._uses: dict[str, _Uses] = {}
+        self.by_class = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
+        self.called: set[str] = set()
 
-    def watch(self, called: set[str]) -> Products:
-        """The mode that watches a forward pass; layers of parameters in `called` are left to their classes."""
+    def watching(self) -> Observer:
+        """Context in which products with parameters outside `called` are noted."""
+        return Observer(_ParameterProducts(self._parameters, self._note))
 
-        def heard(name: str, view: View, value: Callable[[], Tensor], stacked: bool) -> None:
-            if name not in called:
-                seen = self._seen.setdefault(name, _Seen())
-                seen.views[view] += max(1, outside_vmap(value()).numel() // max(1, view.shape[1]))
-                seen.stacked |= stacked
+    def _note(self, name: str, view: View, input_of: Callable[[], Tensor], stacked: bool) -> None:
+        if name not in self.called:
+            uses = self._uses.setdefault(name, _Uses())
+            uses.views[view] += max(1, outside_vmap(input_of()).numel() // max(1, view.shape[1]))
+            uses.stacked |= stacked
 
-        return Products(self._parameters, heard)
-
-    def layers(self, called: set[str]) -> list[Layer]:
-        """The layers that were found: disjoint matrices that together make up their parameter."""
-        found = []
-        for name, parameter in self._parameters.items():
-            seen = self._seen.get(name)
-            if seen is not None and name not in called:
-                found += _layers_of(name, parameter, seen)
-        return found
-
-    @property
-    def classes(self) -> list[Layer]:
-        """The layers that classes show."""
-        return self._classes
+    def layers(self) -> list[Layer]:
+        """The layers found: disjoint matrices that together make up their parameter."""
+        return [
+            layer
+            for name, parameter in self._parameters.items()
+            if name in self._uses and name not in self.called
+            for layer in _layers_of(name, parameter, self._uses[name])
+        ]
 
 
-def _layers_of(name: str, parameter: nn.Parameter, seen: _Seen) -> list[Layer]:
+def _layers_of(name: str, parameter: nn.Parameter, uses: _Uses) -> list[Layer]:
     """The layers in one parameter; none if its matrices overlap, leave entries out, or are vectors."""
-    views = sorted(seen.views, key=lambda view: (view.offset, view.rows, view.columns))
-    routed = seen.stacked or len(set(seen.views.values())) > 1
+    views = sorted(uses.views, key=lambda view: (view.offset, view.rows, view.columns))
+    routed = uses.stacked or len(set(uses.views.values())) > 1
     if (complete := _completed(views, parameter.numel())) is not None:
         routed |= len(complete) > len(views)
         views = complete
@@ -172,13 +165,13 @@ def _layers_of(name: str, parameter: nn.Parameter, seen: _Seen) -> list[Layer]:
         return []
     if not _tiled(views, parameter):
         return []
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     if len(views) == 1:
-        return [Layer(path, views[0].shape, own, view=views[0])]
+        return [Layer(path, views[0].shape, attribute, view=views[0])]
     if routed and len({view.shape for view in views}) == 1:
-        return [Layer(path, view.shape, own, expert=number, view=view) for number, view in enumerate(views)]
+        return [Layer(path, view.shape, attribute, expert=number, view=view) for number, view in enumerate(views)]
     named = [replace(view, name=str(number)) for number, view in enumerate(views)]
-    return [Layer(path, view.shape, own, view=view) for view in named]
+    return [Layer(path, view.shape, attribute, view=view) for view in named]
 
 
 def _completed(views: Sequence[View], entries: int) -> list[View] | None:
@@ -193,7 +186,7 @@ def _completed(views: Sequence[View], entries: int) -> list[View] | None:
 
 
 def _tiled(views: Sequence[View], parameter: nn.Parameter) -> bool:
-    """Check that the matrices hold every entry of the parameter once."""
+    """Whether the matrices hold every entry of the parameter once."""
     if sum(view.shape[0] * view.shape[1] for view in views) != parameter.numel():
         return False
     counts = torch.zeros(parameter.numel(), dtype=torch.int8)

@@ -65,13 +65,13 @@ class Network:
 
     Args:
         layers: matrices to prune.
-        block: number of weights in the largest block or half-block.
+        block: number of weights in the largest block.
         outside: number of weights outside the blocks.
         weights: number of all weights.
         vocabulary: number of outputs.
         itemsize: bytes of a stored weight.
         width: of the residual stream; 0: the least number of columns of a layer.
-        blocks: number of blocks or half-blocks.
+        blocks: number of blocks.
         context: most tokens of a sample; None: not limited.
     """
 

@@ -70,7 +70,7 @@ class Work:
         held_out: share of the tokens that is held out, and has Grams of its own.
         hidden: width of the residual stream; 0: the least number of columns of a layer.
         step: tokens of a gradient step of a reconstruction, and of its forward passes, on one rank.
-        links: number of links of the chain, blocks or half-blocks; 0: as many as blocks.
+        links: number of blocks of the chain; 0: as many as `blocks`.
     """
 
     layers: Sequence[Matrix]

@@ -25,13 +25,12 @@ from iobs.pruning.allocation.sensitivity import (
 )
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
-from iobs.pruning.calibration.hooks import Args, Kwargs
 from iobs.pruning.cost.loads import is_admm
 from iobs.pruning.cost.speeds import speed
 from iobs.pruning.decisions.learning_rate import candidates, trial_steps
 from iobs.pruning.finetune.trainer import samples_a_step
 from iobs.pruning.forecast import Forecast, Part
-from iobs.pruning.network.calls import after_calls
+from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
 from iobs.pruning.reconstruction.rates import NETWORK_RATES, RATES, network_trial_steps

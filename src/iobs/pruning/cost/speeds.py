@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from iobs.core.modes import full_precision
-from iobs.pruning.calibration.inner import sums_in_float32
+from iobs.pruning.calibration.moments import sums_in_float32
 from iobs.pruning.cost.loads import Rates
 
 _SIDE = 1024  # of a product whose speed is measured

@@ -59,7 +59,7 @@ def corrected(
     plain = _linear(gram, group, target)
     if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _LEAST_SHARE * gram.count:
         return Correction(plain)
-    metric, wanted = heldout.own[group], _linear(heldout, group, target)
+    metric, heldout_linear = heldout.own[group], _linear(heldout, group, target)
     drift = plain - current @ hessian
 
     def regression(mu: float) -> Tensor | None:
@@ -76,8 +76,9 @@ def corrected(
         """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
         if weight is None:
             return ranks.total(math.inf)
-        own = float(((weight @ metric).sub_(wanted, alpha=2)).mul_(weight).sum(dtype=torch.float64))
-        return ranks.total(own)
+        return ranks.total(
+            float(((weight @ metric).sub_(heldout_linear, alpha=2)).mul_(weight).sum(dtype=torch.float64))
+        )
 
     chosen: Tensor | None = None
     strength = 0.0
@@ -86,15 +87,15 @@ def corrected(
         if stronger <= damping:
             continue
         weight = regression(stronger)
-        found = error(weight)
-        if least <= found < math.inf:
+        heldout_error = error(weight)
+        if least <= heldout_error < math.inf:
             break
-        if found < least:
-            chosen, strength, least = weight, stronger, found
+        if heldout_error < least:
+            chosen, strength, least = weight, stronger, heldout_error
     return Correction(plain if chosen is None else chosen @ hessian, strength)
 
 
 def _linear(gram: Gram, group: int, target: Tensor) -> Tensor:
     """(T D + E) X^T of one group, with E = 0 if the layer adds to no residual."""
-    found = target @ gram.target_cross()[group]
-    return found if gram.drift is None else found + gram.drift.own[group].to(found.dtype)
+    linear = target @ gram.target_cross()[group]
+    return linear if gram.drift is None else linear + gram.drift.own[group].to(linear.dtype)

@@ -27,7 +27,7 @@ _INSTANCES = tuple(kind for kind in GRID_SOLVERS.values() if isinstance(kind, ty
 
 
 def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
-    """Check, before any work, that a recipe can keep the grids of all patterns.
+    """Raise, before any work, unless a recipe can keep the grids of all patterns.
 
     Raises:
         ProblemError: a setting cannot keep a grid, or a solver of grids or units has a layer without them.
@@ -51,7 +51,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
             continue
         _require_grid_solver(solver, pattern)
         wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros}
-        names = ", ".join(name for name, given in wrong.items() if given)
+        names = ", ".join(name for name, is_set in wrong.items() if is_set)
         if names:
             raise ProblemError(
                 f"{names}: cannot keep weights on a grid yet. Leave it out, or prune without a grid; the recipes "
@@ -60,7 +60,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
 
 
 def require_exact(patterns: Mapping[Layer, Pattern], normed: Collection[str]) -> None:
-    """Check that no layer has a grid whose values weight norm would round.
+    """Raise if a layer has a grid whose values weight norm would round.
 
     Args:
         patterns: of every layer.
@@ -78,9 +78,9 @@ def require_exact(patterns: Mapping[Layer, Pattern], normed: Collection[str]) ->
 
 
 def _require_grid_solver(solver: object, pattern: Pattern) -> None:
-    """Check that a solver puts the weights of a pattern on its grid."""
-    known = solver in GRID_SOLVERS if isinstance(solver, str) else isinstance(solver, (*_INSTANCES, ADMM))
-    if not known:
+    """Raise unless a solver puts the weights of a pattern on its grid."""
+    solves_grids = solver in GRID_SOLVERS if isinstance(solver, str) else isinstance(solver, (*_INSTANCES, ADMM))
+    if not solves_grids:
         names = ", ".join(f'"{name}"' for name in GRID_SOLVERS)
         raise ProblemError(f"The solver {solver!r} cannot put weights on the grid of {pattern}; give one of {names}.")
     if not isinstance(pattern, Grid) and (solver == "gptq" or isinstance(solver, GPTQ)):

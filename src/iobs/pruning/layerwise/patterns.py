@@ -31,23 +31,23 @@ def patterns_of(
     for rule in rules:
         _require_match(rule, selection)
     dense: dict[str, Reason] = {}
-    found: dict[Layer, Pattern] = {}
+    patterns: dict[Layer, Pattern] = {}
     for layer in selection.layers:
         matching = [rule for rule in rules if rule.matches(layer.name)]
         last = next((rule for rule in reversed(matching) if rule.dense or rule.pattern is not None), None)
         if last is not None and last.dense:
             dense[layer.name] = Reason("asked", f"dense by the rule {last.match!r}")
         else:
-            found[layer] = pattern if last is None else as_pattern(last.pattern)  # type: ignore[arg-type]
-    if not found:
+            patterns[layer] = pattern if last is None else as_pattern(last.pattern)  # type: ignore[arg-type]
+    if not patterns:
         raise LayerSelectionError("Nothing is left to prune: the rules leave every layer dense.")
-    for one in {id(chosen): chosen for chosen in found.values()}.values():
-        require_fit([layer for layer, chosen in found.items() if chosen is one], one)
-    return Selection(tuple(found), {**selection.skipped, **dense}), found
+    for distinct in {id(chosen): chosen for chosen in patterns.values()}.values():
+        require_fit([layer for layer, chosen in patterns.items() if chosen is distinct], distinct)
+    return Selection(tuple(patterns), {**selection.skipped, **dense}), patterns
 
 
 def _require_match(rule: Rule, selection: Selection) -> None:
-    """Check that a rule matches a layer, or, if it leaves layers dense, any weight matrix."""
+    """Raise unless a rule matches a layer, or, if it leaves layers dense, any weight matrix."""
     if any(rule.matches(layer.name) for layer in selection.layers):
         return
     dense = [name for name in selection.skipped if rule.matches(name)]
@@ -66,7 +66,7 @@ def _require_match(rule: Rule, selection: Selection) -> None:
 
 
 def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
-    """Check that a pattern fits every layer.
+    """Raise unless a pattern fits every layer.
 
     Raises:
         PatternError: it does not; names all layers that it does not fit.
@@ -112,7 +112,7 @@ def share_of(pattern: Pattern, layer: Layer) -> float:
     return 1 - groups.keep / groups.size
 
 
-def asked(patterns: dict[Layer, Pattern]) -> float:
+def sparsity_of(patterns: dict[Layer, Pattern]) -> float:
     """The share of zeros over all layers that their patterns ask for."""
     zeros = sum(share_of(pattern, layer) * layer.weights for layer, pattern in patterns.items())
     return zeros / sum(layer.weights for layer in patterns)

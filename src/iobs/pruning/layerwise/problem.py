@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from iobs.core import linalg
 from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, grid_of
-from iobs.core.patterns import NM, Grid, Pattern, Unstructured
+from iobs.core.patterns import NM, Grid, Pattern, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.core.shared_rows import RowsOf
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
-from iobs.pruning.layerwise.keep_zeros import keeping
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.network_solvers import NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.structure.units_of_layers import ChosenGroups
-from iobs.solvers import ADMM, Solver, SparseGPT, solve, solve_many
+from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
@@ -57,9 +57,9 @@ class Task:
     bias: Tensor | None = None
     importance: Tensor | None = None
 
-    def statistics(self, given: Statistics) -> Statistics:
+    def statistics(self, statistics: Statistics) -> Statistics:
         """The statistics of the problem: of inputs without their means if the bias is refitted."""
-        return given if self.bias is None or given.calibration.means is None else given.centred
+        return statistics if self.bias is None or statistics.calibration.means is None else statistics.centred
 
 
 def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> list[Solution]:
@@ -81,18 +81,18 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
     statistics = task.statistics(statistics)
     solutions = []
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
-        own = slice(number * rows, (number + 1) * rows)
+        part = slice(number * rows, (number + 1) * rows)
         if ranks.size > 1:
-            own, pattern = ranks.part(rows), RowsOf(pattern, rows, ranks)
-        problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, own, ranks)
+            part, pattern = ranks.part(rows), RowsOf(pattern, rows, ranks)
+        problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, part, ranks)
         if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
-        refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[own], task.recipe.refine)
+        refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[part], task.recipe.refine)
         solver = _solver_of(task)
         if isinstance(pattern, ChosenGroups):
-            solver, refine = _given(pattern, solver)
+            solver, refine = _chosen_groups_solver(pattern, solver)
         assert task.recipe.network_solver is None
-        scale = _row_scale(task, problem, own)
+        scale = _row_scale(task, problem, part)
         solution = solve(
             problem if scale is None else problem.scaled(scale),
             pattern,
@@ -101,19 +101,17 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
             damping=task.recipe.damping,
             name=task.layer.name,
         )
-        solution = solution if scale is None else unscaled(solution, problem, scale)
-        solution.stats["drift_damping"] = drift_damping
-        solutions.append(solution)
+        solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
 
 
 def reads_no_data(recipe: Recipe, pattern: Pattern) -> bool:
-    """Check that the result depends on the weights alone; the scales of a grid depend on the inputs too."""
+    """Whether the result depends on the weights alone; the scales of a grid depend on the inputs too."""
     return recipe.reads_weights_only and grid_of(pattern) is None
 
 
 def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
-    """Check that layers with the same input can be solved with shared factorisations of their Hessian.
+    """Whether layers with the same input can be solved with shared factorisations of their Hessian.
 
     Wide layers are solved one by one: the shared factorisations would all be in memory at once.
     """
@@ -123,16 +121,16 @@ def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
 
 
 def solves_by_rows(recipe: Recipe) -> bool:
-    """Check that the solver of a recipe does most of its work row by row, so that ranks can divide the rows."""
+    """Whether the solver of a recipe does most of its work row by row, so that ranks can divide the rows."""
     solver = recipe.solver
     if isinstance(solver, ADMM) and solver.budget == "best":  # exchanges entries between rows at the end
         return False
-    known = solver in ("admm", "sparsegpt") or isinstance(solver, (ADMM, SparseGPT))
-    return known and recipe.refine is None and not recipe.keep_zeros
+    by_rows = solver in ("admm", "sparsegpt") or isinstance(solver, (ADMM, SparseGPT))
+    return by_rows and recipe.refine is None and not recipe.keep_zeros
 
 
 def can_divide(layer: Layer, recipe: Recipe, pattern: Pattern, ranks: Ranks) -> bool:
-    """Check that ranks can solve a layer together, each some of its rows; a layer of few columns takes no time."""
+    """Whether ranks can solve a layer together, each some of its rows; a layer of few columns takes no time."""
     large = layer.shape[1] >= SEARCH_COLUMNS and layer.shape[0] >= _LEAST_ROWS * ranks.size
     return solves_by_rows(recipe) and isinstance(pattern, (Unstructured, NM)) and large and layer.groups == 1
 
@@ -145,8 +143,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     used = tasks[0].statistics(statistics)
     hessian = used.calibration.own[0]  # one object: problems are known to share a Hessian by its identity
     rows = [ranks.part(task.layer.shape[0]) for task in tasks]
-    found = (_problem(task, used, hessian, 0, own, ranks) for task, own in zip(tasks, rows, strict=True))
-    problems, dampings = map(list, zip(*found, strict=True))
+    pairs = (_problem(task, used, hessian, 0, part, ranks) for task, part in zip(tasks, rows, strict=True))
+    problems, dampings = map(list, zip(*pairs, strict=True))
     patterns = [task.pattern for task in tasks]
     if ranks.size > 1:
         patterns = [RowsOf(task.pattern, task.layer.shape[0], ranks) for task in tasks]
@@ -160,24 +158,21 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         for place in range(len(problems)):  # one by one: float64 problems take twice the memory
             problems[place] = _in_float32(problems[place], hessian)
     recipe = tasks[0].recipe
-    scales = [_row_scale(*one) for one in zip(tasks, problems, rows, strict=True)]
+    scales = [_row_scale(*arguments) for arguments in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
-        [one if scale is None else one.scaled(scale) for one, scale in zip(problems, scales, strict=True)],
+        [problem if scale is None else problem.scaled(scale) for problem, scale in zip(problems, scales, strict=True)],
         patterns,
         _solver_of(tasks[0]),
         refine=recipe.refine,
         damping=recipe.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
-    for place, (problem, scale, drift_damping) in enumerate(zip(problems, scales, dampings, strict=True)):
-        if scale is not None:
-            solutions[place] = unscaled(solutions[place], problem, scale)
-        solutions[place].stats["drift_damping"] = drift_damping
-    return solutions
+    results = zip(solutions, problems, scales, dampings, strict=True)
+    return [_unscaled(*result) for result in results]
 
 
-def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
-    """Square roots of the weights of the rows `own`, (rows, 1); None if all rows count equally.
+def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
+    """Square roots of the weights of some rows, (rows, 1); None if all rows count equally.
 
     Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
     """
@@ -185,11 +180,14 @@ def _row_scale(task: Task, problem: Quadratic, own: slice) -> Tensor | None:
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
     if task.importance is None or not competing or task.recipe.reads_weights_only:
         return None
-    return task.importance[own].sqrt()[:, None].to(problem.dtype)
+    return task.importance[part].sqrt()[:, None].to(problem.dtype)
 
 
-def unscaled(solution: Solution, problem: Quadratic, scale: Tensor) -> Solution:
-    """The solution of a problem, from that of the problem with scaled rows."""
+def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:
+    """The solution of a problem, from that of the problem with scaled rows, with the damping of the drift noted."""
+    solution.stats["drift_damping"] = drift_damping
+    if scale is None:
+        return solution
     stats = solution.stats
     if "scales" in stats:  # of weights on a grid
         stats = {**stats, "scales": stats["scales"] / scale}
@@ -210,12 +208,12 @@ def solver_of_groups(recipe: Recipe) -> str | Solver | None:
     return None if recipe.solver == "admm" else recipe.solver
 
 
-def _given(pattern: ChosenGroups, solver: str | Solver | None) -> tuple[GivenScores, str | None]:
+def _chosen_groups_solver(pattern: ChosenGroups, solver: str | Solver | None) -> tuple[GivenScores, str | None]:
     """The solver and the refinement for groups that are chosen already: weights change unless a baseline is asked."""
     scores = torch.zeros(int(torch.tensor(pattern.index).max()) + 1)
     scores[list(pattern.chosen)] = 1
-    kept = isinstance(solver, KEEPING) or (isinstance(solver, str) and GROUP_SOLVERS[solver] in KEEPING)
-    return GivenScores(scores), None if kept else "refit"
+    keeps_weights = isinstance(solver, KEEPING) or (isinstance(solver, str) and GROUP_SOLVERS[solver] in KEEPING)
+    return GivenScores(scores), None if keeps_weights else "refit"
 
 
 def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
@@ -225,7 +223,7 @@ def _in_float32(problem: Quadratic, hessian: Tensor) -> Quadratic:
 
 
 def _problem(
-    task: Task, statistics: Statistics, hessian: Tensor, group: int, own: slice, ranks: Ranks = ALONE
+    task: Task, statistics: Statistics, hessian: Tensor, group: int, part: slice, ranks: Ranks = ALONE
 ) -> tuple[Quadratic, float]:
     """The problem min 1/2 ||V X - T D||^2 / count for the rows of one group, and the damping of the drift.
 
@@ -234,31 +232,31 @@ def _problem(
         statistics: Grams of its inputs.
         hessian: the Gram of the group, (columns, columns).
         group: number of the group.
-        own: rows of the group, or those of this rank.
+        part: rows of the group, or those of this rank.
         ranks: processes that divide the rows.
     """
     if ranks.size > 1:
-        statistics = _of_rows(statistics, own)
+        statistics = _of_rows(statistics, part)
     gram = statistics.calibration
-    current = task.current[own].to(hessian.dtype)
+    current = task.current[part].to(hessian.dtype)
     if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
         # All inputs are zero, so every mask has the same error; or magnitude is asked for: keep the largest weights.
         return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0
     if gram.cross is None and task.target is None:
         return Quadratic.at(current, hessian), 0.0
-    target = current if task.target is None else task.target[own].to(hessian.dtype)
+    target = current if task.target is None else task.target[part].to(hessian.dtype)
     correction = corrected(statistics, group, target, current, task.recipe.damping, ranks)
     return Quadratic(hessian, correction.linear, current), correction.damping
 
 
-def _of_rows(given: Statistics, own: slice) -> Statistics:
+def _of_rows(statistics: Statistics, part: slice) -> Statistics:
     """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
 
-    def part(gram: Gram) -> Gram:
-        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(own))
+    def of_rows(gram: Gram) -> Gram:
+        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(part))
 
-    heldout = None if given.heldout is None else part(given.heldout)
-    return replace(given, calibration=part(given.calibration), heldout=heldout)
+    heldout = None if statistics.heldout is None else of_rows(statistics.heldout)
+    return replace(statistics, calibration=of_rows(statistics.calibration), heldout=heldout)
 
 
 def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
@@ -280,5 +278,37 @@ def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
         parts = matrix.to(means.dtype).reshape(len(means), -1, matrix.shape[1])
         return (parts @ means[:, :, None]).flatten()
 
-    found = task.bias.double() + mean_output(target, gram.means.target) - mean_output(weight, gram.means.own)
-    return found if gram.drift is None else found + gram.drift.mean.flatten()
+    bias = task.bias.double() + mean_output(target, gram.means.target) - mean_output(weight, gram.means.own)
+    return bias if gram.drift is None else bias + gram.drift.mean.flatten()
+
+
+@dataclass(frozen=True)
+class WithinSupport:
+    """A refinement that moves the mask into the support of a weight, then refits every row.
+
+    Args:
+        weight: (rows, columns) weights with the existing zeros.
+        first: a refinement to run before, or None.
+    """
+
+    weight: Tensor
+    first: Refinement | None = None
+
+    def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
+        """The solution itself if its mask lies in the support, otherwise the best refit on a mask that does."""
+        if self.first is not None:
+            solution = self.first(problem, pattern, solution)
+        support = self.weight != 0
+        if not bool((solution.mask & ~support).any()):
+            return solution
+        # Entries that the solver kept come first, by magnitude; then other entries of the support, by old magnitude.
+        old, new = self.weight.double().abs(), solution.weight.double().abs()
+        scores = torch.where(solution.mask, 1 + new, old / (1 + old)).masked_fill(~support, -1.0)
+        mask = top_mask(scores, pattern) & support
+        weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
+        return Solution.of(problem, weight.to(problem.dtype), mask, **solution.stats)
+
+
+def keeping(weight: Tensor, refine: str | Refinement | None) -> WithinSupport:
+    """The refinement that keeps the zeros of a weight, after another refinement or None."""
+    return WithinSupport(weight, REFINEMENTS[refine]() if isinstance(refine, str) else refine)

@@ -25,7 +25,7 @@ from iobs.pruning.calibration.gram import Energies, Statistics, relative_output_
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
-from iobs.pruning.layerwise.patterns import asked, share_of
+from iobs.pruning.layerwise.patterns import share_of, sparsity_of
 from iobs.pruning.layerwise.problem import (
     SEARCH_COLUMNS,
     Task,
@@ -44,7 +44,7 @@ from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Projection:
     """Prune the groups of one sweep, or read their weights from the checkpoint, and record the result.
 
@@ -80,7 +80,7 @@ class Projection:
     record: RoundRecord = field(init=False)
 
     def __post_init__(self) -> None:
-        self.record = RoundRecord(self.index, asked(self.patterns), None, None, [])
+        self.record = RoundRecord(self.index, sparsity_of(self.patterns), None, None, [])
 
     def at_level(self, patterns: Mapping[Layer, Pattern], level: int, levels: int) -> Projection:
         """One of several projections of the same layers at growing sparsity.
@@ -94,10 +94,10 @@ class Projection:
             levels: number of projections.
         """
         recipe = self.recipe.but(target="layer") if level else self.recipe
-        own = {**self.patterns, **patterns}
+        patterns = {**self.patterns, **patterns}
         if level < levels - 1:
-            return replace(self, patterns=own, recipe=recipe, callback=Callback(), level=level)
-        last = replace(self, patterns=own, recipe=recipe)
+            return replace(self, patterns=patterns, recipe=recipe, callback=Callback(), level=level)
+        last = replace(self, patterns=patterns, recipe=recipe)
         last.record = self.record
         return last
 
@@ -108,28 +108,26 @@ class Projection:
         With several ranks every rank solves some rows of each layer. But each rank solves one layer at a time if no
         rank is then left without a layer. Layers whose rows cannot be divided are always solved so.
         """
-        left = [layer for layer in group.layers if key_of(self.index, layer, self.level) not in self.checkpoint]
+        unsolved = [layer for layer in group.layers if key_of(self.index, layer, self.level) not in self.checkpoint]
         # Before any layer of the group changes: inputs of the gates of a recurrent matrix depend on all of its gates.
-        statistics = group.statistics() if left else None
+        statistics = group.statistics() if unsolved else None
         for layer in group.layers:
-            if layer not in left:
+            if layer not in unsolved:
                 self.read(layer)
         if statistics is None:
             return
-        statistics.energies = {layer.name: self._energies_of(layer, statistics) for layer in left}
+        statistics.energies = {layer.name: self._energies_of(layer, statistics) for layer in unsolved}
         statistics.forget_energy()  # a third of the memory of Grams, which the solves need
-        if self.ranks.size == 1:
-            self._project_on_one_rank(left, statistics)
-            return
-        if len(left) % self.ranks.size:
-            divided = [layer for layer in left if self._can_divide(layer)]
-            for one in self._solve_group(divided, statistics):
-                self._add(self._measured(one, statistics, 0))
-            left = [layer for layer in left if layer not in divided]
-        for layers in batched(left, self.ranks.size):
-            solved = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
-            for owner, one in enumerate(solved):
-                self._add(self._measured(one, statistics, owner))
+        together = unsolved
+        if self.ranks.size > 1:
+            divides = len(unsolved) % self.ranks.size
+            together = [layer for layer in unsolved if self._can_divide(layer)] if divides else []
+        for solved in self._solve_group(together, statistics):
+            self._add(self._measure(solved, statistics, 0))
+        for layers in batched([layer for layer in unsolved if layer not in together], self.ranks.size):
+            of_owners = [self._solve_if_owner(layer, statistics, owner) for owner, layer in enumerate(layers)]
+            for owner, solved in enumerate(of_owners):
+                self._add(self._measure(solved, statistics, owner))
 
     def _sharing(self, layer: Layer) -> Ranks:
         """The ranks that share the errors of a layer; small layers take no time."""
@@ -139,22 +137,17 @@ class Projection:
         """The energies of the layer's target and of its dense weights."""
         task, ranks, dense = self._task(layer), self._sharing(layer), self.store.dense(layer)
         target, used = task.current if task.target is None else task.target, task.statistics(statistics)
-        own = target_energy(used.calibration, target, ranks)
+        energy = target_energy(used.calibration, target, ranks)
         # A target other than the current weights is the dense layer.
-        known = dense is None or task.target is not None
+        same = dense is None or task.target is not None
         return Energies(
-            own,
+            energy,
             0.0 if used.heldout is None else target_energy(used.heldout, target, ranks),
-            own if known or dense is None else target_energy(used.calibration, dense, ranks),
+            energy if same or dense is None else target_energy(used.calibration, dense, ranks),
         )
 
-    def _project_on_one_rank(self, layers: Sequence[Layer], statistics: Statistics) -> None:
-        """Prune the layers in the only process of the run."""
-        for solved in self._solve_group(layers, statistics):
-            self._add(self._measured(solved, statistics, 0))
-
     def _can_divide(self, layer: Layer) -> bool:
-        """Check that the ranks can solve a layer together."""
+        """Whether the ranks can solve a layer together."""
         return can_divide(layer, self.recipe.for_layer(layer.name), self.patterns[layer], self.ranks)
 
     def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
@@ -167,27 +160,29 @@ class Projection:
         solutions = solve_together(tasks, statistics, self.ranks)
         seconds = (time.perf_counter() - began) / len(tasks)
         pairs = zip(tasks, solutions, strict=True)
-        yield from (self._written(task, [solution], statistics, seconds, self.ranks) for task, solution in pairs)
+        yield from (self._write(task, [solution], statistics, seconds, self.ranks) for task, solution in pairs)
 
     def _solve(self, task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> _Solved:
         """Solve one layer; with several ranks each solves some rows."""
         began = time.perf_counter()
         solutions = solve_layer(task, statistics, ranks)
-        return self._written(task, solutions, statistics, time.perf_counter() - began, ranks)
+        return self._write(task, solutions, statistics, time.perf_counter() - began, ranks)
 
     def _task(self, layer: Layer) -> Task:
-        """The task of a layer: its pattern, its settings, and its current, target and given weights."""
+        """The task of a layer: its pattern, its settings, its weights, and those that it should match."""
         key, model = layer.key, self.store.model
         current = layer.matrix(self.masters[key]) if key in self.masters else layer.read(model)
+        dense = self.store.dense(layer)
         return Task(
-            layer,
-            self.patterns[layer],
-            current,
-            TARGETS[self.recipe.target].weights(self.store, layer),
-            self.recipe.for_layer(layer.name),
-            self._given(layer, current) if self.recipe.keep_zeros else None,
-            self._bias(layer),
-            self.importance.get(layer),
+            layer=layer,
+            pattern=self.patterns[layer],
+            current=current,
+            target=TARGETS[self.recipe.target].weights(self.store, layer),
+            recipe=self.recipe.for_layer(layer.name),
+            # The weights that the user gave have the zeros that `keep_zeros` keeps.
+            zeros=None if not self.recipe.keep_zeros else current if dense is None else dense,
+            bias=self._bias(layer),
+            importance=self.importance.get(layer),
         )
 
     def _bias(self, layer: Layer) -> Tensor | None:
@@ -198,17 +193,12 @@ class Projection:
         target = TARGETS[self.recipe.target].biases(self.store, name)
         return self.store.model.get_parameter(name).detach().clone() if target is None else target
 
-    def _given(self, layer: Layer, current: Tensor) -> Tensor:
-        """The layer's weights in the model that the user gave; `keep_zeros` keeps their zeros."""
-        dense = self.store.dense(layer)
-        return current if dense is None else dense
-
     def _solve_if_owner(self, layer: Layer, statistics: Statistics, owner: int) -> _Solved:
-        """Solve a layer if this rank owns it; otherwise the weights arrive later, in `_measured`."""
+        """Solve a layer if this rank owns it; otherwise the weights arrive later, in `_measure`."""
         task = self._task(layer)
         return self._solve(task, statistics) if owner == self.ranks.rank else _Solved.empty(task)
 
-    def _written(
+    def _write(
         self,
         task: Task,
         solutions: Sequence[Solution],
@@ -226,14 +216,14 @@ class Projection:
             ranks: processes that have the other rows.
         """
         dtype = self.store.stored_dtype(task.layer)
-        weight = torch.cat([stored_weight(one, task.pattern, dtype) for one in solutions])
+        weight = torch.cat([stored_weight(solution, task.pattern, dtype) for solution in solutions])
         self.store.write(task.layer, weight if ranks.size == 1 else ranks.gather(weight, task.layer.shape[0]))
         bias = refitted_bias(task, task.layer.read(self.store.model), statistics.calibration)
         if bias is not None:
             self.store.write_tensor(self.biases[task.layer], bias)
         return _Solved.of(task, solutions, seconds)
 
-    def _measured(self, solved: _Solved, statistics: Statistics, owner: int) -> LayerRecord:
+    def _measure(self, solved: _Solved, statistics: Statistics, owner: int) -> LayerRecord:
         """Send the owner's weights to every rank, measure the layer, and store it in the checkpoint.
 
         Raises:
@@ -289,10 +279,10 @@ class Projection:
 
     def _tensors(self, layer: Layer) -> dict[str, Tensor]:
         """The tensors of a layer that a projection changes, for the checkpoint."""
-        found = {"weight": layer.tensor(self.store.model)}
+        tensors = {"weight": layer.tensor(self.store.model)}
         if layer in self.biases:
-            found["bias"] = self.store.model.get_parameter(self.biases[layer]).detach()
-        return found
+            tensors["bias"] = self.store.model.get_parameter(self.biases[layer]).detach()
+        return tensors
 
     @torch.no_grad()
     def read(self, layer: Layer) -> None:

@@ -1,18 +1,63 @@
-"""Calls of modules, observed during a forward pass of the model around them, and arguments of functions."""
+"""Calls of modules and of torch's functions, observed during a forward pass of the model around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Argument: TypeAlias = Any  # an argument or the result of a function of torch
+Args: TypeAlias = tuple[Any, ...]  # of a module or a torch function
+Kwargs: TypeAlias = dict[str, Any]
+Function: TypeAlias = Callable[..., Any]
+# Called before a function of torch runs; what it returns, if anything, is called with the result.
+Subscriber: TypeAlias = Callable[[Function, Args, Kwargs], Callable[[Any], None] | None]
 Note: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, object]], None]
-NoteOutput: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, object], object], None]
+NoteOutput: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, object], object], object]
 _FACTORS = ("input", "weight", "other", "mat2", "vec")  # torch's names, in the order of arguments
+
+
+class Observer(TorchFunctionMode):
+    """A context in which subscribers see every call of a function of torch, with its tensors; nothing is changed.
+
+    Args:
+        subscribers: each is called before the function with `(function, args, kwargs)`. It may return a function that
+            is called with the result.
+    """
+
+    def __init__(self, *subscribers: Subscriber) -> None:
+        super().__init__()
+        self.subscribers = subscribers
+
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        """Call the function, and tell the subscribers."""
+        kwargs = kwargs or {}
+        listeners = [subscriber(func, args, kwargs) for subscriber in self.subscribers]
+        result = func(*args, **kwargs)
+        for listener in listeners:
+            if listener is not None:
+                listener(result)
+        return result
+
+
+@contextmanager
+def recorded_calls(functions: Collection[Function]) -> Iterator[list[tuple[Function, Args, Kwargs]]]:
+    """Context that records the calls of some functions of torch, in order: function, arguments and keyword arguments.
+
+    A call is recorded before it is computed.
+    """
+    calls: list[tuple[Function, Args, Kwargs]] = []
+
+    def record(func: Function, args: Args, kwargs: Kwargs) -> None:
+        if func in functions:
+            calls.append((func, args, kwargs))
+
+    with Observer(record):
+        yield calls
 
 
 def factors(args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> list[Argument]:
@@ -32,7 +77,10 @@ def before_calls(model: nn.Module, paths: Iterable[str], note: Note) -> Iterator
 
 @contextmanager
 def after_calls(model: nn.Module, paths: Iterable[str], note: NoteOutput) -> Iterator[None]:
-    """Call `note(path, module, args, kwargs, output)` after every call of the modules at some paths."""
+    """Call `note(path, module, args, kwargs, output)` after every call of the modules at some paths.
+
+    What it returns, unless that is None, takes the place of the output.
+    """
     with ExitStack() as stack:
         for path in paths:
             handle = model.get_submodule(path).register_forward_hook(partial(note, path), with_kwargs=True)

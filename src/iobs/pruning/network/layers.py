@@ -18,7 +18,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 # Layers that an observed forward pass has shown, by model; no class tells them.
-_FOUND: WeakKeyDictionary[nn.Module, tuple[Layer, ...]] = WeakKeyDictionary()
+_BY_USE: WeakKeyDictionary[nn.Module, tuple[Layer, ...]] = WeakKeyDictionary()
 _GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LSTM, GRU, plain recurrence
 
 
@@ -159,12 +159,12 @@ class Layer:
 
     def write_into(self, stored: Tensor, matrix: Tensor) -> None:
         """Write a matrix (rows, columns) into a parameter's tensor, or a copy of it."""
-        own = self._slice(stored)
-        own.copy_(matrix.T if self.transposed else matrix.reshape(own.shape))
+        part = self._slice(stored)
+        part.copy_(matrix.T if self.transposed else matrix.reshape(part.shape))
 
 
 def holds_weights(stored: Tensor) -> bool:
-    """Check that the entries of a parameter are weights: floating-point numbers of at least 16 bits.
+    """Whether the entries of a parameter are weights: floating-point numbers of at least 16 bits.
 
     Shorter floats, such as float8, are codes of a quantised matrix: its scales are stored elsewhere.
     """
@@ -172,7 +172,7 @@ def holds_weights(stored: Tensor) -> bool:
 
 
 def is_compressed(stored: Tensor) -> bool:
-    """Check that a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
+    """Whether a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
     return isinstance(stored, torch.sparse.SparseSemiStructuredTensor)
 
 
@@ -180,13 +180,13 @@ def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
     """The names of the layers' biases, (rows,); layers without one are left out, and biases that modules share."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(value) for value in parameters.values())
-    found = {}
+    biases = {}
     for layer in layers:
         direct = layer.is_called or isinstance(model.get_submodule(layer.path), TRANSPOSED)
         bias = parameters.get(joined(layer.path, "bias")) if direct else None
         if bias is not None and uses[id(bias)] == 1 and bias.is_floating_point() and bias.shape == layer.shape[:1]:
-            found[layer] = joined(layer.path, "bias")
-    return found
+            biases[layer] = joined(layer.path, "bias")
+    return biases
 
 
 def projections(stored: Tensor) -> dict[str, Tensor]:
@@ -214,14 +214,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
     of the same parameters.
     """
     names = {name for name, _ in model.named_parameters()}
-    found = [layer for layer in _FOUND.get(model, ()) if layer.key in names]
-    taken = {layer.key for layer in found}
-    return [*(layer for layer in layers_by_class(model) if layer.key not in taken), *found]
+    by_use = [layer for layer in _BY_USE.get(model, ()) if layer.key in names]
+    taken = {layer.key for layer in by_use}
+    return [*(layer for layer in layers_by_class(model) if layer.key not in taken), *by_use]
 
 
 def found_by_use(model: nn.Module, layers: Sequence[Layer]) -> None:
     """Remember the layers that an observed forward pass of the model has shown; `find_layers` adds them."""
-    _FOUND[model] = tuple(layers)
+    _BY_USE[model] = tuple(layers)
 
 
 def layers_by_class(model: nn.Module) -> list[Layer]:
@@ -230,14 +230,13 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # one name per shared parameter
     layers = []
     for path, module in model.named_modules():
-        own: list[Layer] = []
         if isinstance(module, maps):
-            own += _map_of(path, module, isinstance(module, transposed))
+            of_module = _map_of(path, module, isinstance(module, transposed))
         else:
-            own += _projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else []
-            own += _gates_of(path, module) if isinstance(module, RECURRENT) else []
-            own += _fused_experts(path, module)
-        for layer in own:
+            of_module = _projections_of(path, module) if isinstance(module, nn.MultiheadAttention) else []
+            of_module += _gates_of(path, module) if isinstance(module, RECURRENT) else []
+            of_module += _fused_experts(path, module)
+        for layer in of_module:
             name = names[id(module.get_parameter(layer.parameter))]
             layers.append(layer if name == layer.key else replace(layer, stored_as=name))
     return layers
@@ -267,13 +266,13 @@ def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
     The output projection is a Linear of its own. Weights that are recomputed from other parameters in every forward
     pass are left out.
     """
-    width, own = module.embed_dim, dict(module.named_parameters(recurse=False))
+    width, parameters = module.embed_dim, dict(module.named_parameters(recurse=False))
     if module.kdim == module.vdim == width:
         layers = [Layer(path, (width, width), "in_proj_weight", part=part) for part in PROJECTIONS]
     else:
         widths = {"q": width, "k": module.kdim, "v": module.vdim}
-        layers = [Layer(path, (width, columns), f"{one}_proj_weight") for one, columns in widths.items()]
-    return [layer for layer in layers if layer.parameter in own]
+        layers = [Layer(path, (width, columns), f"{name}_proj_weight") for name, columns in widths.items()]
+    return [layer for layer in layers if layer.parameter in parameters]
 
 
 def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:

@@ -116,10 +116,10 @@ def _requiring_gradients(parameters: Sequence[weakref.ref[nn.Parameter]]) -> Ite
         _require_gradients(parameters, False)
 
 
-def _require_gradients(parameters: Sequence[weakref.ref[nn.Parameter]], wanted: bool) -> None:
+def _require_gradients(parameters: Sequence[weakref.ref[nn.Parameter]], required: bool) -> None:
     for reference in parameters:
         if (parameter := reference()) is not None:
-            parameter.requires_grad_(wanted)
+            parameter.requires_grad_(required)
 
 
 @contextmanager
@@ -196,14 +196,16 @@ def structure_kept_on_failure(model: nn.Module) -> Iterator[None]:
     What was written into a tensor in place stays.
     """
     holders = list(_holders(model))
-    before = [dict(vars(one)) for one in holders]
-    tables = {id(table): (table, dict(table)) for own in before for name in _TABLES if (table := own.get(name))}
+    before = [dict(vars(holder)) for holder in holders]
+    tables = {
+        id(table): (table, dict(table)) for attributes in before for name in _TABLES if (table := attributes.get(name))
+    }
     try:
         yield
     except BaseException:
-        for one, attributes in zip(holders, before, strict=True):
-            vars(one).clear()
-            vars(one).update(attributes)
+        for holder, attributes in zip(holders, before, strict=True):
+            vars(holder).clear()
+            vars(holder).update(attributes)
         for table, entries in tables.values():
             table.clear()
             table.update(entries)
@@ -213,14 +215,17 @@ def structure_kept_on_failure(model: nn.Module) -> Iterator[None]:
 def _holders(model: nn.Module) -> Iterator[object]:
     """The modules of a model, their configurations, and the configurations inside these; each once."""
     seen: set[int] = set()
-    found: list[object] = [model]
-    while found:
-        one = found.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            inner = [*one.children(), vars(one).get("config")] if isinstance(one, nn.Module) else vars(one).values()
-            found += [each for each in inner if isinstance(each, nn.Module) or _is_configuration(each)]
+    waiting: list[object] = [model]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) not in seen:
+            seen.add(id(holder))
+            yield holder
+            if isinstance(holder, nn.Module):
+                values = [*holder.children(), vars(holder).get("config")]
+            else:
+                values = [*vars(holder).values()]
+            waiting += [value for value in values if isinstance(value, nn.Module) or _is_configuration(value)]
 
 
 def _is_configuration(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Selection of the layers to prune, by name and by kind."""
+"""Selection of the layers to prune, by name and by kind, and the census of what was and was not selected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed
-from iobs.pruning.coverage import Reason
+from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
     find_layers,
@@ -42,16 +42,16 @@ class Selection:
 
 def other_parameters(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """The parameters of two or more dimensions that no layer holds: name, module and parameter."""
-    known = {id(model.get_parameter(layer.key)) for layer in layers}
+    of_layers = {id(model.get_parameter(layer.key)) for layer in layers}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.squeeze().ndim >= 2 and id(parameter) not in known:
+            if parameter.squeeze().ndim >= 2 and id(parameter) not in of_layers:
                 yield joined(path, name).removesuffix(".weight"), module, parameter
 
 
 def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, Reason]:
     """The other parameters of two or more dimensions, by name, with the reason why they are not pruned."""
-    return {name: _reason_of(module, one) for name, module, one in other_parameters(model, layers)}
+    return {name: _reason_of(module, parameter) for name, module, parameter in other_parameters(model, layers)}
 
 
 def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
@@ -76,24 +76,24 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
 def unobserved(skipped: dict[str, Reason]) -> dict[str, Reason]:
     """The reasons of a run that does not observe the whole model, which would show further layers."""
     return {
-        name: Reason(one.kind, f"{one}; layers are found by their use only in a run with the whole model in memory")
-        if one.kind in _BY_USE
-        else one
-        for name, one in skipped.items()
+        name: Reason(why.kind, f"{why}; layers are found by their use only in a run with the whole model in memory")
+        if why.kind in _BY_USE
+        else why
+        for name, why in skipped.items()
     }
 
 
 def may_be_found(model: nn.Module) -> bool:
-    """Check that a parameter is left in which an observed forward pass may find a layer."""
+    """Whether a parameter is left in which an observed forward pass may find a layer."""
     if _without_shape(model):
         return False
-    kinds = {_reason_of(module, one).kind for _, module, one in other_parameters(model, find_layers(model))}
+    kinds = {_reason_of(module, parameter).kind for _, module, parameter in other_parameters(model, find_layers(model))}
     return bool(kinds & _BY_USE)
 
 
 def _without_shape(model: nn.Module) -> list[str]:
     """The names of parameters of lazy layers that were never called."""
-    return [name for name, one in model.named_parameters() if isinstance(one, nn.UninitializedParameter)]
+    return [name for name, value in model.named_parameters() if isinstance(value, nn.UninitializedParameter)]
 
 
 def select(
@@ -127,13 +127,13 @@ def select(
     require_unstored(model)
     if include is None:
         _require_merged(model)
-    found = find_layers(model)
-    included, ignored = matching(found, include, "include"), matching(found, ignore, "ignore")
-    defaults = _dense_by_default(model, found, depthwise)
+    candidates = find_layers(model)
+    included, ignored = matching(candidates, include, "include"), matching(candidates, ignore, "ignore")
+    defaults = _dense_by_default(model, candidates, depthwise)
     layers: list[Layer] = []
     taken: set[Hashable] = set()  # matrices by their place, which names of a shared one have in common
-    skipped = other_weights(model, found)
-    for layer in found:
+    skipped = other_weights(model, candidates)
+    for layer in candidates:
         if layer.slot in taken:
             skipped[layer.name] = defaults[layer.name]  # even if included: a shared matrix is pruned once
         elif layer.name in ignored:
@@ -146,18 +146,18 @@ def select(
             layers.append(layer)
             taken.add(layer.slot)
     if not layers:
-        raise LayerSelectionError(_nothing_left(model, found, skipped))
+        raise LayerSelectionError(_nothing_left(model, candidates, skipped))
     if check_finite:
         require_finite(model, layers)
     return Selection(tuple(layers), skipped)
 
 
-def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reason]) -> str:
+def _nothing_left(model: nn.Module, layers: list[Layer], skipped: dict[str, Reason]) -> str:
     """The error if no layer is selected: the weights that are there, and what to do."""
     there = listed([f"{name} ({reason})" for name, reason in skipped.items()], _LISTED)
-    if found:
+    if layers:
         return (
-            f"Nothing is left to prune: the model has {len(found)} weight matrices and all are skipped: {there}. "
+            f"Nothing is left to prune: the model has {len(layers)} weight matrices and all are skipped: {there}. "
             "Change include= or ignore=."
         )
     kinds: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def _nothing_left(model: nn.Module, found: list[Layer], skipped: dict[str, Reaso
 
 
 def require_module(model: object) -> None:
-    """Check that a model is a module.
+    """Raise unless a model is a module.
 
     Raises:
         ModelError: it is not.
@@ -187,7 +187,7 @@ def require_module(model: object) -> None:
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Check that no parameter waits for the first call of a lazy layer.
+    """Raise if a parameter waits for the first call of a lazy layer.
 
     Raises:
         LayerSelectionError: one does.
@@ -199,7 +199,7 @@ def require_shapes(model: nn.Module) -> None:
 def require_unstored(
     model: nn.Module, advice: str = "No solver changes them. Prune the dense model, and accelerate it last."
 ) -> None:
-    """Check that no layer is a stored matrix.
+    """Raise if a layer is a stored matrix.
 
     Args:
         model: the network.
@@ -225,7 +225,7 @@ def require_unstored(
 
 
 def _require_merged(model: nn.Module) -> None:
-    """Check that no matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both."""
+    """Raise if a matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both."""
     for path, module in adapters_of(model):
         if not module.merged and not module.disable_adapters:
             raise ModelError(
@@ -242,7 +242,7 @@ def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def require_finite(model: nn.Module, layers: Iterable[Layer]) -> None:
-    """Check every entry of the layers' weights.
+    """Raise unless every entry of the layers' weights is finite.
 
     Raises:
         NonFiniteError: an entry is NaN or infinite; names the layer.
@@ -264,10 +264,10 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
         LayerSelectionError: a pattern is not a regular expression, or matches no layer.
     """
     chosen: set[str] = set()
-    asked = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
-    if not isinstance(asked, Iterable) or not all(isinstance(pattern, str) for pattern in asked):
+    listed_patterns = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
+    if not isinstance(listed_patterns, Iterable) or not all(isinstance(pattern, str) for pattern in listed_patterns):
         raise LayerSelectionError(f"{option} takes a name pattern or a list of them, got {patterns!r}.")
-    for pattern in asked:
+    for pattern in listed_patterns:
         expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
         try:
             matched = {layer.name for layer in layers if re.fullmatch(expression, layer.name)}
@@ -287,8 +287,8 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
     """The modules that give the scores of the vocabulary, in models of transformers; also inside a wrapper."""
     pretrained = library_class("transformers.modeling_utils", "PreTrainedModel")
     inner = [module for module in model.modules() if isinstance(module, pretrained)]
-    found = [module.get_output_embeddings() for module in inner]  # type: ignore[operator]
-    return [head for head in found if isinstance(head, nn.Module)]
+    heads = [module.get_output_embeddings() for module in inner]  # type: ignore[operator]
+    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) -> dict[str, Reason]:
@@ -307,3 +307,48 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
         elif layer.groups > 1 and layer.groups == getattr(module, "in_channels", None) and not depthwise:
             reasons[layer.name] = Reason("depthwise", "depthwise convolution")
     return reasons
+
+
+@dataclass(frozen=True)
+class Census:
+    """Entries of the weights of a model.
+
+    Args:
+        parameters: entries of all parameters.
+        entries: of every layer and of every other weight matrix, by name.
+        slots: the part of a parameter behind each name; names that share it have equal slots.
+    """
+
+    parameters: int
+    entries: dict[str, int]
+    slots: dict[str, Hashable]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Census:
+        """Count the entries of a model; its weights may be on the meta device."""
+        entries: dict[str, int] = {}
+        slots: dict[str, Hashable] = {}
+        layers = find_layers(model)
+        for layer in layers:
+            entries[layer.name] = layer.weights
+            slots[layer.name] = layer.slot
+        for name, _, parameter in other_parameters(model, layers):
+            entries[name] = parameter.numel()
+            slots[name] = id(parameter)
+        return cls(sum(parameter.numel() for parameter in model.parameters()), entries, slots)
+
+    def coverage(self, selection: Selection, zeros: int) -> Coverage:
+        """The coverage of a selection.
+
+        Args:
+            selection: the pruned layers, and the reasons of the other weights.
+            zeros: number of zeros among all parameters.
+        """
+        counted = {self.slots[layer.name] for layer in selection.layers}
+        pruned = sum(layer.weights for layer in selection.layers)
+        dense: list[DenseWeight] = []
+        for name, reason in selection.skipped.items():
+            entries = 0 if self.slots[name] in counted else self.entries[name]
+            counted.add(self.slots[name])
+            dense.append(DenseWeight(name, reason.kind, reason.text, entries))
+        return Coverage(self.parameters, pruned + sum(weight.entries for weight in dense), pruned, zeros, tuple(dense))

@@ -37,8 +37,6 @@ class BlockFit:
             samples, so that many steps do not overfit few windows. Sampling needs a causal language model in memory,
             and windows of equal length without padding. "auto" is 2 where this is so, up to 2^17 tokens of calibration
             text, otherwise 0. Held-out samples stay as they are.
-        halves: True: half-blocks take the place of blocks, the attention and the perceptron, so that one of them is in
-            memory at a time. Steps of the whole network have the same gradient.
 
     Raises:
         ProblemError: a setting is outside its range.
@@ -55,7 +53,6 @@ class BlockFit:
     network_steps: int = 0
     network_lr: float | Literal["auto"] = "auto"
     sampled: int | Literal["auto"] = 0
-    halves: bool = False
 
     def __post_init__(self) -> None:
         counts = {"window": 1, "masks": 1, "between": 0, "steps": 0, "network_steps": 0}
@@ -74,8 +71,6 @@ class BlockFit:
             raise ProblemError(
                 f'batch_size of blocks must be a whole number of at least 1 or "auto", got {self.batch_size!r}.'
             )
-        if not isinstance(self.halves, bool):
-            raise ProblemError(f"halves of blocks must be true or false, got {self.halves!r}.")
         if self.last not in ("kl", "mse"):
             raise ProblemError(f'last of blocks must be "kl" or "mse", got {self.last!r}.')
 

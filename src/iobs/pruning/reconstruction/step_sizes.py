@@ -6,8 +6,7 @@ from torch import nn
 
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.samples.batches import Batch, neighbours, positions, size
-from iobs.pruning.samples.packing import packed
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.subsets import Samples, packed
 
 _TOKENS, _SAMPLES = 1024, 16  # size of a step: of text, and of other data
 

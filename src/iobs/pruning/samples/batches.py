@@ -61,8 +61,8 @@ def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
 
 
 def _is_pair(batches: tuple[object, ...]) -> bool:
-    """Check that a tuple is one batch (inputs, labels), not several batches of inputs, as `Tensor.split` returns."""
-    kinds = {(one.ndim, one.dtype) for one in batches if isinstance(one, Tensor)}
+    """Whether a tuple is one batch (inputs, labels), not several batches of inputs, as `Tensor.split` returns."""
+    kinds = {(value.ndim, value.dtype) for value in batches if isinstance(value, Tensor)}
     return len(kinds) > 1 or (len(batches) == 2 and batches[0] is batches[1])
 
 
@@ -108,16 +108,16 @@ def _lengths(batch: Batch) -> set[int]:
 
 
 def is_whole(batch: Batch) -> bool:
-    """Check that a batch cannot be split into samples: it counts as one.
+    """Whether a batch cannot be split into samples: it counts as one.
 
     The inputs are then a mapping that holds tensors in a list, or a mapping whose tensors differ in their first
     dimension. Examples are the patches of several images, and the nodes and edges of a graph.
     """
-    given = inputs(batch)
-    if not isinstance(given, Mapping):
+    arguments = inputs(batch)
+    if not isinstance(arguments, Mapping):
         return False
-    listed = any(isinstance(value, (tuple, list)) and tensors(value) for value in given.values())
-    return listed or len(_lengths(given)) > 1
+    listed = any(isinstance(value, (tuple, list)) and tensors(value) for value in arguments.values())
+    return listed or len(_lengths(arguments)) > 1
 
 
 def positions(batch: Batch) -> int:
@@ -125,20 +125,20 @@ def positions(batch: Batch) -> int:
 
     Masks of truth values, whole numbers beside pictures, and labels of zeros and ones beside them are no text.
     """
-    given = inputs(batch)
-    named = given.items() if isinstance(given, Mapping) else [("", given)]
-    pictures = any(one.is_floating_point() and one.ndim > 3 for one in tensors(given))
+    arguments = inputs(batch)
+    named = arguments.items() if isinstance(arguments, Mapping) else [("", arguments)]
+    pictures = any(tensor.is_floating_point() and tensor.ndim > 3 for tensor in tensors(arguments))
     texts = (
-        one.shape[1]
+        tensor.shape[1]
         for name, value in named
-        for one in (tensors(value) if isinstance(value, _NESTED) else ())
-        if one.ndim == 2 and not one.is_floating_point() and _is_text(name, one, pictures)
+        for tensor in (tensors(value) if isinstance(value, _NESTED) else ())
+        if tensor.ndim == 2 and not tensor.is_floating_point() and _is_text(name, tensor, pictures)
     )
     return max(texts, default=1)
 
 
 def _is_text(name: str, rows: Tensor, pictures: bool) -> bool:
-    """Check that an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
+    """Whether an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
     if name == "labels" and pictures:
         return bool((rows > 1).any())  # captions, not classes
     return name in _TEXT or (rows.dtype != torch.bool and not pictures)
@@ -233,20 +233,20 @@ def forward(model: nn.Module, batch: Batch, with_loss: bool = False) -> object:
         with_loss: also compute the model's own loss, from labels in the batch. Otherwise a causal language model of
             transformers receives no labels. Its loss takes a multiple of the memory of its outputs.
     """
-    device, asked = next(model.parameters()).device, inputs(batch)
-    if not with_loss and isinstance(asked, Mapping) and _labels_change_only_the_loss(model, asked):
-        asked = {name: value for name, value in asked.items() if name != "labels"}
-    given = mapped(asked, lambda tensor: tensor.to(device, copy=True))
-    return model(**given) if isinstance(given, Mapping) else model(given)
+    device, arguments = next(model.parameters()).device, inputs(batch)
+    if not with_loss and isinstance(arguments, Mapping) and _labels_change_only_the_loss(model, arguments):
+        arguments = {name: value for name, value in arguments.items() if name != "labels"}
+    arguments = mapped(arguments, lambda tensor: tensor.to(device, copy=True))
+    return model(**arguments) if isinstance(arguments, Mapping) else model(arguments)
 
 
-def _labels_change_only_the_loss(model: nn.Module, given: Mapping[str, object]) -> bool:
-    """Check that the labels of a batch change nothing but the loss: those of a causal language model of transformers.
+def _labels_change_only_the_loss(model: nn.Module, arguments: Mapping[str, object]) -> bool:
+    """Whether the labels of a batch change nothing but the loss: those of a causal language model of transformers.
 
     An encoder-decoder makes the inputs of its decoder from its labels. Models of other authors may use labels as well,
     and so may a subclass or an instance with a forward of its own.
     """
-    tokens, labels = given.get("input_ids"), given.get("labels")
+    tokens, labels = arguments.get("input_ids"), arguments.get("labels")
     if "forward" in vars(model) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     if not (isinstance(tokens, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape):
@@ -258,8 +258,8 @@ def _labels_change_only_the_loss(model: nn.Module, given: Mapping[str, object]) 
 
 def shapes(batch: Batch) -> str:
     """The shapes and dtypes of the tensors of a batch, for an error message."""
-    found = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors(batch))
-    return f"tensors of shape {found}"
+    names = (f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors(batch))
+    return f"tensors of shape {', '.join(names)}"
 
 
 def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> object:
@@ -280,20 +280,20 @@ def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> 
 
 
 def require_known_tokens(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Check that the embedding of a language model has a row for every token id of batches of text.
+    """Raise unless the embedding of a language model has a row for every token id of batches of text.
 
     Models may replace the ids of images or sounds, so only batches of text alone are checked. On a GPU an unknown id is
     an error that no tensor of the process outlives.
 
     Raises:
-        CalibrationError: it has not; names the batch.
+        CalibrationError: it has none; names the batch.
     """
     embedding = _embedding_of(model)
     if embedding is None:
         return
     for number, batch in enumerate(batches):
-        given = inputs(batch)
-        ids = given.get("input_ids") if isinstance(given, Mapping) and given.keys() <= _TEXT else None
+        arguments = inputs(batch)
+        ids = arguments.get("input_ids") if isinstance(arguments, Mapping) and arguments.keys() <= _TEXT else None
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             continue
         least, most = (int(value) for value in ids.aminmax())
@@ -308,10 +308,10 @@ def require_known_tokens(model: nn.Module, batches: Sequence[Batch]) -> None:
 def _embedding_of(model: nn.Module) -> nn.Embedding | None:
     """The embedding of tokens that a model of transformers states; None for other models."""
     try:
-        found = model.get_input_embeddings()  # type: ignore[operator]
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         return None
-    return found if isinstance(found, nn.Embedding) else None
+    return embedding if isinstance(embedding, nn.Embedding) else None
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ def attended(model: nn.Module, batch: Batch) -> Tensor | None:
 
     Returns None without an attention mask, and for encoder-decoder models, whose mask covers the encoder only.
     """
-    given = inputs(batch)
+    arguments = inputs(batch)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
-    mask = given.get("attention_mask") if isinstance(given, Mapping) else None
+    mask = arguments.get("attention_mask") if isinstance(arguments, Mapping) else None
     return mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
@@ -45,15 +45,20 @@ def class_axis(scores: Tensor, batch: Batch) -> int | None:
     """
     if scores.ndim < 2:
         return None
-    given, wanted = inputs(batch), targets(batch)
+    arguments, labels = inputs(batch), targets(batch)
     axis = 1 if scores.ndim > 3 else scores.ndim - 1
-    if wanted is not None and wanted.is_floating_point():
+    if labels is not None and labels.is_floating_point():
         return None
-    if wanted is not None and wanted.shape == scores.shape[:-1]:
+    if labels is not None and labels.shape == scores.shape[:-1]:
         axis = scores.ndim - 1
-    elif wanted is not None and wanted.shape == scores.shape[:1] + scores.shape[2:]:
+    elif labels is not None and labels.shape == scores.shape[:1] + scores.shape[2:]:
         axis = 1
-    elif wanted is None and isinstance(given, Tensor) and given.is_floating_point() and given.shape == scores.shape:
+    elif (
+        labels is None
+        and isinstance(arguments, Tensor)
+        and arguments.is_floating_point()
+        and arguments.shape == scores.shape
+    ):
         return None
     return axis if scores.shape[axis] > 1 else None
 
@@ -61,10 +66,10 @@ def class_axis(scores: Tensor, batch: Batch) -> int | None:
 def targets(batch: Batch) -> Tensor | None:
     """The labels of a batch: the entry "labels" of a mapping, the second entry of a tuple, or None."""
     if isinstance(batch, Mapping):
-        found = batch.get("labels")
+        labels = batch.get("labels")
     else:
-        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    return found if isinstance(found, Tensor) else None
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    return labels if isinstance(labels, Tensor) else None
 
 
 def tensors_of(output: object) -> list[Tensor]:
@@ -81,7 +86,7 @@ def _opened(output: object) -> object:
     """A dataclass as a mapping of its fields; other outputs as they are."""
     if isinstance(output, (Mapping, type)) or not is_dataclass(output):
         return output
-    return {one.name: getattr(output, one.name) for one in fields(output)}
+    return {field.name: getattr(output, field.name) for field in fields(output)}
 
 
 def logits(output: object) -> Tensor:
@@ -99,9 +104,9 @@ def logits(output: object) -> Tensor:
         if "logits" in output:
             return logits(output["logits"])
         output = tuple(value for key, value in output.items() if key != "loss")
-    found = [value for value in output if isinstance(value, Tensor)] if isinstance(output, (tuple, list)) else []
-    if found:
-        return next((value for value in found if value.ndim), found[0])
+    tensors = [value for value in output if isinstance(value, Tensor)] if isinstance(output, (tuple, list)) else []
+    if tensors:
+        return next((tensor for tensor in tensors if tensor.ndim), tensors[0])
     raise CalibrationError(
         f"The model returned a {type(output).__name__} without a tensor in it. Return a tensor, or a tuple, a mapping "
         "or a dataclass with one."

@@ -1,15 +1,17 @@
-"""Subsets of the calibration samples: leading samples, splits, and new batches."""
+"""Subsets of the calibration samples: leading samples, splits, new batches, and windows of text that are joined."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.errors import CalibrationError
-from iobs.pruning.samples.batches import Batch, is_whole, join, layout, positions, size, take
+from iobs.pruning.samples.batches import Batch, is_whole, join, layout, mapped, positions, size, take
+
+_JOINED = {"input_ids", "attention_mask"}  # arguments of a model that can be joined
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,13 @@ class Samples:
         """The first `count` samples; with `tokens`, at most as many as fit that many tokens, and at least one."""
         if tokens is not None:
             count = min(count, max(1, tokens // max(map(positions, self.batches), default=1)))
-        chosen = Samples()
+        first = Samples()
         for batch, number in zip(self.batches, self.numbers, strict=True):
-            left = count - chosen.samples
-            if left <= 0:
+            missing = count - first.samples
+            if missing <= 0:
                 break
-            chosen.add(batch, torch.arange(size(batch)) < left, number)
-        return chosen
+            first.add(batch, torch.arange(size(batch)) < missing, number)
+        return first
 
     def pick(self, rows: Tensor) -> Batch:
         """One batch of the samples at the given positions, int64, counted over all batches; needs `alike`.
@@ -100,11 +102,11 @@ def split(part: Samples, share: float, seed: int) -> tuple[Samples, Samples]:
     count = min(round(total * share), total - 1)
     held = torch.zeros(total, dtype=torch.bool)
     held[torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]] = True
-    fit, kept = Samples(), Samples()
+    calibration, heldout = Samples(), Samples()
     for batch, flags, number in zip(part.batches, torch.split(held, sizes), part.numbers, strict=True):
-        fit.add(batch, ~flags, number)
-        kept.add(batch, flags, number)
-    return fit, kept
+        calibration.add(batch, ~flags, number)
+        heldout.add(batch, flags, number)
+    return calibration, heldout
 
 
 def divide(part: Samples, parts: int, seed: int) -> list[Samples]:
@@ -117,8 +119,53 @@ def divide(part: Samples, parts: int, seed: int) -> list[Samples]:
         raise CalibrationError(f'data="fresh" needs a sample for each of {parts} rounds, got {part.samples} samples.')
     sizes = [size(batch) for batch in part.batches]
     owner = torch.randperm(part.samples, generator=torch.Generator().manual_seed(seed)) % parts
-    found = [Samples() for _ in range(parts)]
+    divided = [Samples() for _ in range(parts)]
     for batch, owners, number in zip(part.batches, torch.split(owner, sizes), part.numbers, strict=True):
-        for index, one in enumerate(found):
-            one.add(batch, owners == index, number)
-    return found
+        for index, samples in enumerate(divided):
+            samples.add(batch, owners == index, number)
+    return divided
+
+
+def packed(model: nn.Module, part: Samples, tokens: int) -> Samples:
+    """Half of the windows of a text joined to windows of at most `tokens` tokens, beside the other half.
+
+    Weights that are fitted on short windows only match the dense model at the positions of these windows, and lose at
+    later positions. In a causal model the text that is joined behind a window changes no output of this window.
+
+    Args:
+        model: only a causal decoder with a stated context has its windows joined.
+        part: samples. Windows with padding, of unequal length or with other arguments than ids and mask are unchanged.
+        tokens: most tokens of a joined window; the context of the model is another limit.
+
+    Returns:
+        A batch of joined windows, and a batch of the others; or `part` itself if nothing is joined.
+    """
+    if not part.batches or not all(map(_is_full_text, part.batches)) or not part.alike or not _is_causal(model):
+        return part
+    length = positions(part.batches[0])
+    context = int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0)
+    count = min(tokens, context) // length
+    if count < 2 or part.samples < count:
+        return part
+    rows = torch.arange(part.samples)
+    group = rows // count
+    joins = (group % 2 == 0) & (group < part.samples // count)  # every second group of windows
+    joined = mapped(part.pick(rows[joins]), lambda tensor: tensor.reshape(-1, count * length))
+    others = [part.pick(rows[~joins])] if not bool(joins.all()) else []
+    return Samples([joined, *others], [part.numbers[0], part.numbers[-1]][: 1 + len(others)])
+
+
+def _is_full_text(batch: Batch) -> bool:
+    """Whether a batch holds ids of tokens, perhaps a mask, no padding, and nothing else."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or not batch.keys() <= _JOINED:
+        return False
+    mask = batch.get("attention_mask")
+    if any(not isinstance(value, Tensor) or value.ndim != 2 for value in batch.values()):
+        return False
+    return mask is None or (mask.shape == batch["input_ids"].shape and bool(mask.all()))
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether every attention of a model declares itself causal, as Hugging Face modules do."""
+    declared = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    return bool(declared) and all(declared)
