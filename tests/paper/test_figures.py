@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from paper_tables import Request, figure_gaussian, figure_mnist, find
 
 from iobs.errors import DataError
-from iobs.paper import figure_gaussian, figure_mnist
-from iobs.paper.registry import Request, find
 
 
 def _rows(results):

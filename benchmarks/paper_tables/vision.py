@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from iobs.errors import DataError
-from iobs.paper.registry import Request
-from iobs.paper.rounds import Settings, calibration, stand_in_folder
+from paper_tables.experiment import Request
+from paper_tables.rounds import Settings, calibration, stand_in_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

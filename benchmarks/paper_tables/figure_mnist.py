@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iobs.errors import DataError
-from iobs.paper.figure_gaussian import FACTOR_NOTE
-from iobs.paper.registry import Experiment, Request, Results, Row
+from paper_tables.experiment import Experiment, Request, Results, Row
+from paper_tables.figure_gaussian import FACTOR_NOTE
 
 if TYPE_CHECKING:
     from iobs.optimize.objectives.design import Array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iobs.paper.registry import Experiment, Request, Results, Row
+from paper_tables.experiment import Experiment, Request, Results, Row
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from iobs.core.whole_files import replaced
 from iobs.errors import DataError, OutputError
-from iobs.paper.registry import Request, Row
+from paper_tables.experiment import Request, Row
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,9 +6,9 @@ import copy
 from dataclasses import replace
 
 from iobs.errors import DataError
-from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import Measured, Settings, data_notes
-from iobs.paper.vision import Network, on_images, stand_in
+from paper_tables.experiment import Experiment, Request, Results, Row
+from paper_tables.rounds import Measured, Settings, data_notes
+from paper_tables.vision import Network, on_images, stand_in
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 # Top-1 accuracy in per cent.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import (
+from paper_tables.experiment import Experiment, Request, Results, Row
+from paper_tables.rounds import (
     ONE_TEXT,
     STAND_IN,
     Measured,

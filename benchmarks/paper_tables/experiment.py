@@ -1,13 +1,7 @@
-"""Registry of experiments for `iobs reproduce`: every module of this package that defines `EXPERIMENT`.
-
-To add a table or figure, add a file. Its import must be cheap, because listing the experiments imports every file:
-import networks, data and solvers inside `run`.
-"""
+"""What a table or figure of the paper is: its settings, its request, its results."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,26 +109,3 @@ class Experiment:
 
 def _as_options(names: Iterable[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
-
-
-def experiments() -> list[Experiment]:
-    """All experiments, sorted by name."""
-    package = Path(__file__).parent
-    found = []
-    for module in pkgutil.iter_modules([str(package)]):
-        entry = vars(importlib.import_module(f"iobs.paper.{module.name}")).get("EXPERIMENT")
-        if isinstance(entry, Experiment):
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.name)
-
-
-def find(name: str) -> Experiment:
-    """The experiment with a given name.
-
-    Raises:
-        DataError: the name is unknown; the message lists all names.
-    """
-    known = {entry.name: entry for entry in experiments()}
-    if name not in known:
-        raise DataError(f"There is no experiment {name!r}; there are: {', '.join(known) or 'none yet'}.")
-    return known[name]

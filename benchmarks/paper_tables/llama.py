@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import (
+from paper_tables.experiment import Experiment, Request, Results, Row
+from paper_tables.rounds import (
     ONE_TEXT,
     STAND_IN,
     Measured,
@@ -195,3 +195,11 @@ def _draw(label: str, scores: list[Scores], file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(file)
     return file
+
+
+EXPERIMENTS = [
+    experiment("Llama-2", "Figure 2", "figure"),
+    experiment("Llama-3", "Figure 3", "figure"),
+    experiment("Llama-2", "Table 3", "table"),
+    experiment("Llama-3", "Table 4", "table"),
+]

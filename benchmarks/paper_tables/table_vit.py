@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from iobs.paper.registry import Experiment, Request, Results, Row
-from iobs.paper.rounds import STAND_IN, Measured, Settings, data_notes, iterate, settings_for, starred
-from iobs.paper.vision import Network, on_images, stand_in
+from paper_tables.experiment import Experiment, Request, Results, Row
+from paper_tables.rounds import STAND_IN, Measured, Settings, data_notes, iterate, settings_for, starred
+from paper_tables.vision import Network, on_images, stand_in
 
 SETTINGS = {
     name: Settings(f"timm:deit_{size}_patch16_224", "ImageNet", 128, 0, 0.5, 100, 0.01)

@@ -1,6 +1,6 @@
 """Check and time iobs on a device, and predict the run of an 8-billion-parameter model.
 
-    python -m iobs.check_gpu [--device cuda] [--out iobs_check]
+    python benchmarks/check_gpu.py [--device cuda] [--out iobs_check]
 
 It takes under ten minutes. It compares the results of the device with those of the CPU, and times the kernels and one
 block. It writes OUT.json and OUT.txt, which can be attached to a report. The exit status is 1 if a check fails.
@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from check_results import CLOSE, Check, failed, network_checks, solver_checks, tried
 from torch import Tensor, nn
 
 import iobs
-from iobs.check_results import CLOSE, Check, failed, network_checks, solver_checks, tried
 from iobs.core.modes import full_precision
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic
@@ -284,7 +284,7 @@ class Clock:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks, print and write the findings; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m iobs.check_gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/check_gpu.py", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("iobs_check"), help="files OUT.json and OUT.txt")
     given = parser.parse_args(arguments)
