@@ -1,15 +1,22 @@
-"""Format numbers for readers, and as JSON for programs."""
+"""Numbers as text for readers, plain values as JSON for programs, and texts without the folders of this machine."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeAlias, cast
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 _LESS_IS_BETTER = ("perplexity", "loss", "kl", "error", "seconds", "bits", "brier")  # parts of names of metrics
 _INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no such numbers
+_LONGEST_PATH = 4096  # characters
+# An absolute path of Linux, macOS or Windows, at the beginning of a text or after a separator.
+_START, _REST = r"""(?:(?<=^)|(?<=[\s'"=\[(,;]))""", r"""[^\s'",;)\]]"""
+_ABSOLUTE = re.compile(rf"{_START}(?:/(?!/){_REST}*(?<![.:/])|[A-Za-z]:[\\/]{_REST}+)")
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -52,14 +59,14 @@ def size(count: float) -> str:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Check that larger values of a metric are better."""
+    """True if larger values of a metric are better."""
     return not any(word in metric for word in _LESS_IS_BETTER)
 
 
 def best_name(values: Mapping[str, float], metric: str) -> str | None:
     """The name with the best value of a metric; NaN is never the best."""
-    known = {name: value for name, value in values.items() if not math.isnan(value)}
-    return (max if higher_is_better(metric) else min)(known, key=lambda name: known[name], default=None)
+    numbers = {name: value for name, value in values.items() if not math.isnan(value)}
+    return (max if higher_is_better(metric) else min)(numbers, key=lambda name: numbers[name], default=None)
 
 
 def to_json(value: object) -> str:
@@ -91,3 +98,27 @@ def _mapped(value: object, change: Callable[[object], object]) -> object:
     if isinstance(value, list | tuple):
         return [_mapped(entry, change) for entry in value]
     return change(value)
+
+
+def without_folders(text: str) -> str:
+    """The text with every absolute path replaced by its last name; only an existing path may contain spaces."""
+    # os.path.exists says no where Path.exists raises: no permission, or a name longer than the system allows.
+    if text.startswith("/") and len(text) < _LONGEST_PATH and os.path.exists(text):
+        return Path(text).name or text
+    return _ABSOLUTE.sub(lambda match: _last_name(match[0]), text)
+
+
+def _last_name(path: str) -> str:
+    kind = PurePosixPath if path.startswith("/") else PureWindowsPath
+    return kind(path).name or path
+
+
+def paths_without_folders(value: object) -> object:
+    """Plain values, with `without_folders` applied to every text in them."""
+    if isinstance(value, str):
+        return value if value.startswith("data:") else without_folders(value)
+    if isinstance(value, dict):
+        return {name: paths_without_folders(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [paths_without_folders(entry) for entry in value]
+    return value
