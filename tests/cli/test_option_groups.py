@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from iobs.cli.console import with_groups
+from iobs.cli.options import command as as_command
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Size:
 
 
 def command(seen):
-    @with_groups
+    @as_command
     def draw(
         name: Annotated[str, typer.Argument()],
         size: Size = Size(),

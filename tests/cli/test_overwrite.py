@@ -38,7 +38,7 @@ def test_overwrite_keeps_what_iobs_did_not_write(run, arguments, tmp_path):
 def test_failed_run_keeps_the_earlier_output(run, arguments, tmp_path, monkeypatch):
     run("prune", *arguments)
     with monkeypatch.context() as patch:
-        patch.setattr("iobs.cli.results.write_report", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("iobs.cli.running.write_report", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run("prune", *arguments, "--overwrite", "--sparsity", "0.75", code=130)
     assert read_report(tmp_path / "out" / "report.json").sparsity == 0.5
 

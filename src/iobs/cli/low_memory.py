@@ -12,16 +12,16 @@ from iobs.errors import ModelError, OutputError
 if TYPE_CHECKING:
     import torch
 
-    from iobs.cli.run_file import Asked
-    from iobs.cli.running import Place
+    from iobs.cli.run_file import RunSettings
+    from iobs.cli.running import OutputPlace
     from iobs.pruning.cost.memory_plan import Plan
 
 
 def prune_low_memory(
     directory: str | None,
-    asked: Asked,
+    asked: RunSettings,
     device: str | None,
-    place: Place,
+    place: OutputPlace,
     dry_run: bool,
     as_json: bool,
     streams: str = "auto",
@@ -35,8 +35,7 @@ def prune_low_memory(
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.offload import show_plan
-    from iobs.cli.results import write_card
-    from iobs.cli.running import prune_as_asked
+    from iobs.cli.running import prune_with_progress, write_card
     from iobs.core.files import weight_files
     from iobs.core.paths import expanded
     from iobs.models.streamed import StreamedModel
@@ -88,7 +87,7 @@ def prune_low_memory(
     _warn_of_memory(plan, store.device)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
-        report = prune_as_asked(store, batches, asked, checkpoint, facts)
+        report = prune_with_progress(store, batches, asked, checkpoint, facts)
         if not current().first:
             return
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
@@ -104,7 +103,7 @@ def prune_low_memory(
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
-def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: torch.dtype | None) -> None:
+def _show_machines(directory: Path, asked: RunSettings, as_json: bool, arithmetic: torch.dtype | None) -> None:
     """Show what a run takes on several GPUs; the directory holds a configuration and no weights.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iobs.cli import console, near_optimal
-from iobs.report.numbers import significant
+from iobs.report.formats import significant
 
 if TYPE_CHECKING:
     from iobs.cli.solution import ModelReport, Solution

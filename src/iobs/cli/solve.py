@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 from iobs.cli.columns import Columns
 from iobs.cli.limits import Limits
 from iobs.cli.selection import Selection
@@ -71,7 +71,7 @@ class Proofs:
             raise typer.BadParameter("give a finite number", param_hint="--certify")
 
 
-@console.with_groups
+@options.command
 def solve(
     data: Annotated[
         Path,
@@ -108,7 +108,7 @@ def solve(
         typer.Option(
             "--output",
             "-o",
-            callback=console.at_home,
+            callback=options.expand_home,
             help="Write the model (JSON).",
             show_default=False,
         ),
@@ -116,20 +116,26 @@ def solve(
     plot: Annotated[
         Path | None,
         typer.Option(
-            callback=console.at_home,
+            callback=options.expand_home,
             help="Plot the score and coefficients for every k to this file.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Choose the k columns of a table that explain another one best, and fit them.
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
+
+    Examples:
+        iobs solve data.csv --target price -k 5  # the best five columns
+        iobs solve data.csv --target price -k cv --plot path.png  # the number chosen by cross-validation
+        iobs solve patients.csv --family cox --target time --event status -k 5  # times that may be censored
+        iobs solve houses.csv --target price --interactions strong  # with products of two columns
     """
     from iobs.cli import near_optimal, solution, solution_tables
-    from iobs.cli.progress import Steps
+    from iobs.cli.progress import ConsoleSteps
     from iobs.cli.sides import sides_of, with_interactions
     from iobs.data.tables import read_table
 
@@ -158,7 +164,7 @@ def solve(
     sides = sides_of(table, columns, loss, limits)
     if sides.interactions is not None:
         table = with_interactions(table)
-    with Steps("searching (the first run also compiles)") as steps:
+    with ConsoleSteps("searching (the first run also compiles)") as steps:
         if selection.knockoff:
             found = selection.solution(table, sides, columns.target, loss, ridge, seed)
         else:
