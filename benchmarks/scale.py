@@ -39,7 +39,7 @@ from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.layerwise import projection
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.settings import changed
+from iobs.pruning.recipe.text import with_settings
 from iobs.pruning.reconstruction.fitting import Fit
 from iobs.pruning.reconstruction.network_steps import NetworkSteps
 from iobs.pruning.runtime.memory import MemoryWatch, resident
@@ -267,7 +267,7 @@ def recipe_of(name: str, solver: str, budget: str, settings: list[str]) -> Recip
     """The recipe of a run: a preset or the plain recipe, with a solver and changed fields."""
     recipe = Recipe() if name == "plain" else Recipe.preset(name)
     given = iobs.ADMM(budget) if solver == "admm" else solver  # type: ignore[arg-type]
-    return changed(recipe.but(solver=given), dict(one.split("=", 1) for one in settings))
+    return with_settings(recipe.but(solver=given), dict(one.split("=", 1) for one in settings))
 
 
 def described(options: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,7 +14,9 @@ from matplotlib import pyplot
 import iobs
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
-from iobs.paper.theory import compare
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from paper_tables.theory import compare
 
 IMAGES = Path(__file__).parent / "images"
 

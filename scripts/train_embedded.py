@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from iobs.data import embedded_text
-from iobs.data.topics import clean, without_owned
+from iobs.data.text import clean, without_paragraphs
 from iobs.models.vision_shim import ensure_torchvision
 
 ensure_torchvision()
@@ -43,8 +43,8 @@ def training_documents() -> list[str]:
     """The training topics, then one document of docstrings for each module of the standard library."""
     owned: set[str] = set()
     for split in ("heldout", "calibration", "train"):
-        topics = [without_owned(document, owned) for document in embedded_text(split)]
-    docstrings = [without_owned(clean(text), owned) for text in standard_library_docstrings()]
+        topics = [without_paragraphs(document, owned) for document in embedded_text(split)]
+    docstrings = [without_paragraphs(clean(text), owned) for text in standard_library_docstrings()]
     return [document for document in topics + docstrings if len(document) > 200]
 
 

@@ -16,15 +16,15 @@ FLOORS = [
     "models",
     "data evaluate report transformers exports",
 ]
-FLOORS += ["paper", "cli"]
+FLOORS += ["cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}
 APART = {("optimize", "pruning"), ("pruning", "optimize")}
 LIBRARIES = {
-    "transformers": {"models", "data", "evaluate", "paper", "transformers"},
+    "transformers": {"models", "data", "evaluate", "transformers"},
     "peft": {"transformers"},
-    "timm": {"models", "data", "evaluate", "paper"},
-    "datasets": {"models", "data", "evaluate", "paper"},
-    "lm_eval": {"models", "data", "evaluate", "paper"},
+    "timm": {"models", "data", "evaluate"},
+    "datasets": {"models", "data", "evaluate"},
+    "lm_eval": {"models", "data", "evaluate"},
 }
 
 

@@ -221,7 +221,7 @@ def test_models_that_cannot_be_compared_are_an_error(narrower, run):
 
 
 def test_plain_bench_of_a_narrower_network_names_the_comparison(narrower, run, monkeypatch):
-    monkeypatch.setattr(benching, "measured", lambda *_: iter(ROWS))
+    monkeypatch.setattr(benching, "measure_forms", lambda *_: iter(ROWS))
     assert "--beside MODEL" in " ".join(run("bench", narrower[1]).output.split())
     assert "--beside" not in run("bench", EMBEDDED).output
 
@@ -230,13 +230,13 @@ def test_plain_bench_of_a_narrower_network_names_the_comparison(narrower, run, m
 def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, monkeypatch):
     groups = []
     monkeypatch.setattr(memory, "available", lambda: free)
-    monkeypatch.setattr(benching, "_measured_together", lambda work, dense, forms, *_: groups.append(forms) or [])
-    assert [*benching.measured(workload(EMBEDDED), 1)] == []
+    monkeypatch.setattr(benching, "_measure_together", lambda workload, dense, forms, *_: groups.append(forms) or [])
+    assert [*benching.measure_forms(workload(EMBEDDED), 1)] == []
     forms = ["float32", "bfloat16", "stored"]
     assert groups == ([[form] for form in forms] if free == 1 else [forms])
 
 
 def test_figure_that_cannot_be_written_is_refused_before_any_work(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(benching, "measured", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(benching, "measure_forms", lambda *_: pytest.fail("the work began"))
     figure = tmp_path / "missing" / "speed.svg"
     assert f"Cannot write {figure}" in one_error(run("bench", tmp_path, "--plot", figure, code=2))

@@ -1,16 +1,16 @@
 """Shell completion, and the examples on the help pages."""
 
+import re
 import shlex
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from iobs.cli import COMMANDS, app, completion, examples
+from iobs.cli import COMMANDS, app, options
 from iobs.core.patterns import parse
-from iobs.data.documents import CORPORA
-from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
-from iobs.pruning.recipe.recipe import PRESETS
+from iobs.data.text import CORPORA
+from iobs.pruning.recipe import NETWORK_SOLVERS, PRESETS
 from iobs.solvers import SOLVERS
 from iobs.solvers.families import UNIT_SOLVERS
 
@@ -35,7 +35,6 @@ def test_shells_complete_names(shell):
     assert "one-shot" in completed("iobs prune --recipe on", shell)
     assert "sparsegpt" in completed("iobs prune --solver sp", shell)
     assert "fast,magnitude" in completed("iobs compare --methods fast,mag", shell)
-    assert "figure-mnist" in completed("iobs reproduce figure-m", shell)
     assert "best" not in completed("iobs prune --recipe on", shell)
 
 
@@ -50,25 +49,26 @@ def test_show_completion_prints_a_script(shell):
 
 
 def test_completed_words_are_those_of_the_registries():
-    assert {*completion.RECIPES} == {*PRESETS}
-    assert {*completion.SOLVERS} == {*SOLVERS}
-    assert {*completion.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
-    assert {*completion.UNIT_SOLVERS} == {*UNIT_SOLVERS} - {*SOLVERS}
-    assert {*completion.CORPORA} == {*CORPORA}
-    for text in (*completion.SHARES, *completion.PATTERNS):
+    assert {*options.RECIPES} == {*PRESETS}
+    assert {*options.SOLVERS} == {*SOLVERS}
+    assert {*options.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
+    assert {*options.UNIT_SOLVERS} == {*UNIT_SOLVERS} - {*SOLVERS}
+    assert {*options.CORPORA} == {*CORPORA}
+    for text in (*options.SHARES, *options.PATTERNS):
         parse(text)
 
 
 def test_lists_are_completed_without_repetition():
-    complete = completion.listed(["fast", "magnitude", "obc"])
+    complete = options.complete(["fast", "magnitude", "obc"])
     assert complete("fast,") == ["fast,magnitude", "fast,obc"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_valid_command_lines(name):
     command = get_command(app).commands[name]
-    assert "Examples" in (command.epilog or "")
-    for line in examples.EXAMPLES[name]:
+    examples = re.findall(r"^- `(.+?)`", command.epilog or "", re.MULTILINE)
+    assert examples
+    for line in examples:
         program, called, *arguments = shlex.split(line)
         assert (program, called) == ("iobs", name)
         command.make_context(name, arguments)

@@ -8,7 +8,7 @@ from checks import one_error
 from rich.table import Table
 
 import iobs
-from iobs.cli import COMMANDS, app, command, console
+from iobs.cli import COMMANDS, app, console, running
 
 
 def test_help_names_every_command(run):
@@ -45,8 +45,8 @@ def test_console_prints_names_verbatim(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("of", "name"),
     [
-        *((of, "output") for of in ("prune", "compare", "demo", "pack", "reproduce", "solve")),
-        *(("solve", "plot"), ("evaluate", "questions"), ("reproduce", "questions")),
+        *((of, "output") for of in ("prune", "compare", "demo", "pack", "solve")),
+        *(("solve", "plot"), ("evaluate", "questions")),
     ],
 )
 def test_options_of_files_expand_the_home_folder(of, name, tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_home_of_an_unknown_user_is_the_name_of_a_file(run, tmp_path, monkeypatc
     assert "~nobody-here.txt is not a file" in text
     assert "cannot be read" in one_error(run("prune", "--recipe", "~nobody-here/recipe.yaml", *output, code=2))
     monkeypatch.setattr("sys.argv", ["iobs", "prune", "--ignore", "~nobody-here*"])
-    assert command.shown() == "iobs prune --ignore '~nobody-here*'"
+    assert running.shown_command() == "iobs prune --ignore '~nobody-here*'"
 
 
 def test_signs_that_the_encoding_of_stdout_lacks_are_escaped(monkeypatch):

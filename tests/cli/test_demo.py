@@ -22,12 +22,12 @@ def test_demo_writes_a_model_and_a_report(run, tmp_path, monkeypatch):
     real, workload = demo_command.methods, benching.Workload
 
     def two(rounds):
-        first, *_, last = real(rounds)
-        step = replace(last.recipe.rounds.finetune, steps=1, batch_size=2)
+        (first, plain), *_, (last, iterated) = real(rounds).items()
+        step = replace(iterated.rounds.finetune, steps=1, batch_size=2)
         others_dense = iobs.Rule(r"re:(?!model\.layers\.0\.mlp\.).*", dense=True)
-        few = replace(last.recipe.rounds, finetune=step)
-        recipe = last.recipe.but(solver="magnitude", rounds=few, rules=(others_dense,))
-        return [first, replace(last, recipe=recipe)]
+        few = replace(iterated.rounds, finetune=step)
+        recipe = iterated.but(solver="magnitude", rounds=few, rules=(others_dense,))
+        return {first: plain, last: recipe}
 
     monkeypatch.setattr(demo_command, "methods", two)
     monkeypatch.setattr(benching, "Workload", lambda *names, **sizes: workload(*names, **sizes | {"tokens": 8}))
@@ -57,9 +57,7 @@ def test_demo_refuses_a_folder_with_another_model(run, tmp_path):
 
 
 def test_demo_compares_the_documented_methods():
-    assert [method.name for method in demo_command.methods(3)] == [
-        "magnitude", "Wanda", "SparseGPT", "ADMM", "I-OBS, 3 rounds"
-    ]  # fmt: skip
+    assert [*demo_command.methods(3)] == ["magnitude", "Wanda", "SparseGPT", "ADMM", "I-OBS, 3 rounds"]
 
 
 def test_demo_replaces_only_an_earlier_demo(tmp_path, monkeypatch):

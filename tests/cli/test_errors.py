@@ -33,7 +33,7 @@ def test_eval_data_is_checked_before_pruning(run, classifier, tmp_path, monkeypa
 )
 @pytest.mark.parametrize("dry", [True, False])
 def test_layer_patterns_are_checked_before_scoring(run, tmp_path, monkeypatch, options, message, dry):
-    monkeypatch.setattr("iobs.cli.results.evaluate", lambda *_, **__: pytest.fail("the dense model was scored"))
+    monkeypatch.setattr("iobs.cli.running.evaluate", lambda *_, **__: pytest.fail("the dense model was scored"))
     assert message in one_error(run("prune", "-o", tmp_path / "out", *options, *(["--dry-run"] * dry), code=2))
 
 
@@ -100,7 +100,7 @@ def test_interruption_leaves_no_files(run, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("iobs.cli.results.write_report", interrupted)
+    monkeypatch.setattr("iobs.cli.running.write_report", interrupted)
     result = run("prune", "-o", tmp_path / "out", *ONE_SHOT, *QUICK, code=130)
     assert "Nothing half-written" in result.stderr
     assert not [*tmp_path.iterdir()]
@@ -124,7 +124,7 @@ def test_pruned_model_is_written_if_scoring_fails(run, classifier, tmp_path, mon
         return {"accuracy": 50.0}
 
     scored = []
-    monkeypatch.setattr("iobs.cli.results.evaluate", evaluate)
+    monkeypatch.setattr("iobs.cli.running.evaluate", evaluate)
     sources = ("--data", f"{classifier}:batches", "--eval-data", f"{classifier}:batches")
     result = run("prune", f"{classifier}:net", *sources, *ONE_SHOT, "-o", tmp_path / "out", code=code)
     note = f"The pruned model could not be scored: {said}"
@@ -135,9 +135,7 @@ def test_pruned_model_is_written_if_scoring_fails(run, classifier, tmp_path, mon
     assert "50.00 % zeros" in run("inspect", tmp_path / "out").output
 
 
-@pytest.mark.parametrize(
-    "arguments", [("demo",), ("compare",), ("prune", "--dry-run"), ("reproduce", "figure-mnist", "--stand-in")]
-)
+@pytest.mark.parametrize("arguments", [("demo",), ("compare",), ("prune", "--dry-run")])
 def test_seed_that_torch_does_not_take_is_one_error(run, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "seed must lie between" in one_error(run(*arguments, "--seed", 2**64, code=2))

@@ -24,7 +24,7 @@ def test_evaluate_checks_answer_letters_first(run, tmp_path, monkeypatch):
         raise ModelError("no letters")
 
     monkeypatch.setattr("iobs.evaluate.evaluate", lambda *_, **__: pytest.fail("the model was scored"))
-    monkeypatch.setattr("iobs.evaluate.answers.letter_tokens", confused)
+    monkeypatch.setattr("iobs.evaluate.tasks.letter_tokens", confused)
     question = {"split": "test", "subject": "s", "question": "q", "choices": [*"abcd"], "answer": 0}
     (tmp_path / "a.jsonl").write_text(json.dumps(question))
     (tmp_path / "a.txt").write_text("some text")
@@ -46,7 +46,7 @@ def test_evaluate_refuses_options_without_effect(run, options, message):
 def test_cut_prompts_are_reported_with_quiet_too(run, tmp_path, monkeypatch):
     """The shares are then those of other prompts."""
     monkeypatch.setattr("iobs.evaluate.answer", lambda *_, **__: ({"all": 0.5}, 1))
-    monkeypatch.setattr("iobs.evaluate.answers.letter_tokens", lambda _: None)
+    monkeypatch.setattr("iobs.evaluate.tasks.letter_tokens", lambda _: None)
     question = {"split": "test", "subject": "s", "question": "q", "choices": [*"abcd"], "answer": 0}
     (tmp_path / "a.jsonl").write_text(json.dumps(question))
     assert "1 of 1 prompts were longer" in run("evaluate", "--questions", tmp_path / "a.jsonl", "--quiet").stderr

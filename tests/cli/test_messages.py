@@ -6,7 +6,7 @@ import json
 import pytest
 from short_options import ONE_SHOT
 
-from iobs.cli import app, command
+from iobs.cli import app, running
 from iobs.report import read_report
 
 
@@ -39,13 +39,12 @@ def test_prune_prints_only_the_report_as_json(run, talkative, tmp_path):
     assert "made a network" in result.stderr
 
 
-def test_inspect_pack_and_reproduce_print_json(run, classifier, tmp_path):
+def test_inspect_and_pack_print_json(run, classifier, tmp_path):
     run("prune", f"{classifier}:net", "--data", f"{classifier}:batches", *ONE_SHOT, "-o", tmp_path / "out", "--quiet")
     found = values(run("inspect", tmp_path / "out", "--json"))
     assert (found["zeros"], found["weights"], found["pruned"]) == (80, 160, ["0", "2"])
     assert values(run("pack", tmp_path / "out", "--json"))["output"] == str(tmp_path / "out.packed")
     assert values(run("pack", "--unpack", tmp_path / "out.packed", "--json"))["output"].endswith(".packed.dense")
-    assert len(values(run("reproduce", "--json"))["experiments"]) > 5
 
 
 def test_solve_prints_only_json(run, tmp_path):
@@ -82,4 +81,4 @@ def test_report_keeps_the_command(run, classifier, tmp_path, monkeypatch):
 def test_shown_command_has_no_folder_of_the_machine(typed, kept, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["iobs", *(word.format(here=tmp_path) for word in typed)])
-    assert command.shown() == kept
+    assert running.shown_command() == kept

@@ -38,7 +38,7 @@ def test_overwrite_keeps_what_iobs_did_not_write(run, arguments, tmp_path):
 def test_failed_run_keeps_the_earlier_output(run, arguments, tmp_path, monkeypatch):
     run("prune", *arguments)
     with monkeypatch.context() as patch:
-        patch.setattr("iobs.cli.results.write_report", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("iobs.cli.running.write_report", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run("prune", *arguments, "--overwrite", "--sparsity", "0.75", code=130)
     assert read_report(tmp_path / "out" / "report.json").sparsity == 0.5
 
@@ -84,6 +84,6 @@ def test_option_undoes_low_memory_of_a_recipe_file(run, arguments, tmp_path, mon
     file = tmp_path / "recipe.yaml"
     text = (tmp_path / "out" / "recipe.yaml").read_text()
     file.write_text(text.replace("low_memory: false", "low_memory: true"))
-    monkeypatch.setattr(low_memory, "prune_low_memory", lambda *_: pytest.fail("one block at a time"))
+    monkeypatch.setattr(by_blocks, "prune_low_memory", lambda *_: pytest.fail("one block at a time"))
     run("prune", *arguments[:-1], tmp_path / "again", "--recipe", file, "--no-low-memory")
     assert (tmp_path / "again" / "recipe.yaml").read_text() == text

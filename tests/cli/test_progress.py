@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from iobs.cli import console
-from iobs.cli.progress import Steps
-from iobs.cli.watch import Watch
+from iobs.cli.progress import ConsoleSteps, Watch
 from iobs.pruning.report import LayerRecord, RoundRecord
 from iobs.pruning.runtime import ranks as distributed
 
@@ -39,7 +38,7 @@ def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("iobs.pruning.progress._memory", lambda peak: (512_000_000, 2_100_000_000))
-    with Steps("work") as steps:
+    with ConsoleSteps("work") as steps:
         for clock[0], done in ((1.0, 1), (20.0, 5), (21.0, 6)):
             steps.update(done, 10)
     shown = capsys.readouterr().err
@@ -89,7 +88,7 @@ def test_messages_are_printed_above_the_bar(monkeypatch):
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Steps("work") as steps:
+    with ConsoleSteps("work") as steps:
         steps.update(1, 2)
         Watch(steps).on_note("a note")
         console._show_warning("a warning", UserWarning)
@@ -106,7 +105,7 @@ def test_progress_is_shown_on_the_first_rank_only(monkeypatch, rank):
     monkeypatch.setattr("iobs.pruning.progress._PLAIN_INTERVAL", 0.0)
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        with Steps("work") as steps:
+        with ConsoleSteps("work") as steps:
             steps.update(1, 2)
             console.say("a note")
         shown = stream.getvalue()

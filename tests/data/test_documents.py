@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from iobs import data
-from iobs.data import documents
+from iobs.data import text
 from iobs.errors import DataError
 
 
@@ -103,7 +103,7 @@ def test_read_documents_names_unreadable_files(tmp_path, embedded):
 def test_corpora_errors_name_an_alternative(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install .*c4.txt"):
-        next(documents.corpus_documents("c4", "calibration"))
+        next(text.corpus_documents("c4", "calibration"))
 
     def offline(*arguments, **options):
         raise ConnectionError("no route")
@@ -111,7 +111,7 @@ def test_corpora_errors_name_an_alternative(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
     for name in data.CORPORA:
         with pytest.raises(DataError, match=f"{name} is neither cached nor within reach"):
-            next(documents.corpus_documents(name, "evaluation"))
+            next(text.corpus_documents(name, "evaluation"))
 
 
 def test_corpora_follow_their_conventions(monkeypatch):
@@ -122,11 +122,11 @@ def test_corpora_follow_their_conventions(monkeypatch):
         return ({"text": f"line {i}"} for i in range(3000))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
-    (whole,) = documents.corpus_documents("wikitext2", "evaluation")
+    (whole,) = text.corpus_documents("wikitext2", "evaluation")
     assert whole.startswith("line 0\n\nline 1\n\n")
     assert asked[-1] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test", "streaming": False})
-    assert len([*documents.corpus_documents("c4", "evaluation")]) == 1100
-    assert len([*documents.corpus_documents("c4", "calibration")]) == 3000
+    assert len([*text.corpus_documents("c4", "evaluation")]) == 1100
+    assert len([*text.corpus_documents("c4", "calibration")]) == 3000
 
 
 def test_read_documents_reads_the_c4_sample(shared_data):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from iobs import data
-from iobs.data.topics import percentile
+from iobs.data.text import percentile
 from iobs.errors import DataError
 
 

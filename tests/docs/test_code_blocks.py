@@ -139,9 +139,7 @@ def check_extras(text):
 
 def is_quick(words):
     """Check that a command takes a second and needs no file but PRUNED."""
-    return words[0] == "iobs" and (
-        words[-1] in ("--help", "--version", "reproduce") or words[1:] == ["inspect", "PRUNED"]
-    )
+    return words[0] == "iobs" and (words[-1] in ("--help", "--version") or words[1:] == ["inspect", "PRUNED"])
 
 
 QUICK = sorted({tuple(words[1:]) for _, words in COMMANDS if is_quick(words)})

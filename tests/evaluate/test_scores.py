@@ -10,7 +10,7 @@ from torch import nn
 from iobs import data, evaluate, models
 from iobs.data import ArraySource, BatchSource, TextSource
 from iobs.errors import DataError, ModelError, NonFiniteError
-from iobs.evaluate import answers
+from iobs.evaluate import tasks
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def test_scores_take_no_cache_and_the_scores_of_the_last_positions(embedded, mon
     monkeypatch.setattr(embedded.module.config, "use_cache", True)
     evaluate.perplexity(embedded.module, windows)
     with torch.no_grad():
-        answers._likelihoods(embedded, [3, 4, 5, 6, 7], [(1, 2), (1, 3)])
+        tasks._likelihoods(embedded, [3, 4, 5, 6, 7], [(1, 2), (1, 3)])
     handle.remove()
     assert shapes == [(2, 16), (1, 2)]
     assert caches == [None, None]

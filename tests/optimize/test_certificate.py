@@ -1,4 +1,4 @@
-"""Certificates against enumeration, and the paper's theory against measured steps."""
+"""Certificates against enumeration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.tangents import Boxes, lasso
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.minimize import minimize
-from iobs.optimize.objectives.families import Logistic, Poisson
+from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
-from iobs.paper.theory import compare, constants_on_segment, quadratic_factors
 
 
 def _small(seed):
@@ -147,51 +146,6 @@ def test_certify_raises_or_reports_no_bound(rng, monkeypatch):
     coupled = certify(LeastSquares(rng.standard_normal((3, 2100)), np.ones(3)), 2)
     assert not coupled.closed
     assert "at most 2,048 can be searched" in coupled.reason
-
-
-@pytest.mark.parametrize("kind", ["logistic", "poisson"])
-@pytest.mark.parametrize("method", ["iobs", "topk_iobs"])
-@pytest.mark.parametrize("seed", range(3))
-def test_theory_bounds_hold_for_local_steps(kind, method, seed):
-    """Soft labels and noiseless rates: the sparse truth is the global minimiser, as the theorem assumes."""
-    rng = np.random.default_rng(seed)
-    X = rng.standard_normal((400, 40)) / (1 if kind == "logistic" else 4)
-    truth = sparse_signal(rng, 40, 6)
-    margin = X @ truth
-    objective = Logistic(X, 1 / (1 + np.exp(-margin))) if kind == "logistic" else Poisson(X, np.exp(margin))
-    iterates = [truth * 0.5]
-    minimize(objective, 10, method=method, theta0=iterates[0], callback=lambda record, theta: iterates.append(theta))
-    steps = compare(objective, iterates, truth, 10)
-    rounding = 1e-12
-    assert min(step.after for step in steps) < 1e-11
-    assert len(steps) <= 12
-    for step in steps:
-        bound = step.topk if method == "topk_iobs" else step.tight
-        assert step.after <= bound + rounding
-        assert step.tight <= step.paper
-
-
-def test_theory_tight_factor_is_newtons_if_k_equals_d():
-    constants = constants_on_segment(Poisson(np.eye(3), np.ones(3)), np.full(3, 0.5), np.zeros(3))
-    assert constants.mu == pytest.approx(1.0)
-    assert pytest.approx(np.exp(0.5)) == constants.L
-    tight, paper, _ = quadratic_factors(constants, 3, 3, 1)
-    assert tight == pytest.approx(constants.M / (2 * constants.mu))
-    assert paper == float("inf")
-    assert quadratic_factors(constants, 3, 0, 0)[2] == pytest.approx(constants.M / (2 * constants.mu))
-
-
-def test_theory_projection_of_the_lemma_is_no_contraction(rng):
-    """norm(H^-1 H^S) exceeds 1 (an oblique projection); norm(H^-1 H^S H^-1) <= norm(H^-1) is true."""
-    norms = []
-    for _ in range(50):
-        factor = rng.standard_normal((6, 4))
-        inverse = np.linalg.inv(factor.T @ factor)
-        h_s = np.zeros((4, 4))
-        h_s[:2, :2] = np.linalg.inv(inverse[:2, :2])
-        norms.append(np.linalg.norm(inverse @ h_s, 2))
-        assert np.linalg.norm(inverse @ h_s @ inverse, 2) <= np.linalg.norm(inverse, 2) * (1 + 1e-9)
-    assert max(norms) > 1.1
 
 
 def test_certify_claims_no_optimum_for_a_wide_requested_gap():

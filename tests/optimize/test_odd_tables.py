@@ -9,7 +9,7 @@ from sklearn.preprocessing import OneHotEncoder
 from typer.testing import CliRunner
 
 from iobs.cli.solve import solve
-from iobs.data import tables
+from iobs.data import table_files
 from iobs.data.fitted import Fitted
 from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, NonFiniteError
@@ -24,7 +24,7 @@ def write(request, tmp_path, monkeypatch):
     if request.param == "pandas":
         pytest.importorskip("pandas")
     else:
-        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
 
     def run(content):
         file = tmp_path / "t.csv"

@@ -1,10 +1,16 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checks import BENCHMARKS
 
 import iobs
-from iobs.paper import llama, table_cbs, table_llm, table_vit
+
+# isort: split
+sys.path.append(str(BENCHMARKS))  # for the modules of this folder
+
+from paper_tables import llama, table_cbs, table_llm, table_vit
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """A plain request to an experiment, and the tables that the tests run."""
 
 import pytest
-
-from iobs.paper import Request, llama, table_cbs, table_llm, table_vit
+from paper_tables import Request, llama, table_cbs, table_llm, table_vit
 
 PLAIN = Request(stand_in=False, seed=0, output=None, say=lambda text: None)
 

@@ -4,11 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from paper_tables import llama, table_cbs, table_llm, table_vit
+from reproduce import app
 from small_requests import PLAIN, TABLES, run_of
 from typer.testing import CliRunner
-
-from iobs.cli import app
-from iobs.paper import llama, table_cbs, table_llm, table_vit
 
 
 @pytest.mark.parametrize(
@@ -62,17 +61,6 @@ def test_notes_name_the_data_of_the_user(module, seeds):
         assert not any("Calibrated on" in note for note in run_of(module)(PLAIN).notes)
 
 
-def test_notes_name_the_default_data(seeds):
-    model = "/models/opt-125m"
-    (note,) = (note for note in table_llm.run(replace(PLAIN, limit=1, model=model)).notes if "Calibrated" in note)
-    assert note == (
-        "Calibrated on wikitext2, scored on wikitext2, c4, 1 windows at most; the published figures are calibrated on "
-        "wikitext2 and scored on all of wikitext2, c4."
-    )
-    (note,) = (n for n in table_llm.run(replace(PLAIN, limit=1, stand_in=True)).notes if "Calibrated" in n)
-    assert note.startswith("Calibrated on the stand-in's own data, scored on the stand-in's own data, 1 windows")
-
-
 def test_stand_in_of_llama_is_labelled_as_such(seeds, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
@@ -96,13 +84,6 @@ def test_stand_in_of_llama_is_labelled_as_such(seeds, tmp_path, monkeypatch):
     assert "MMLU" in llama.table("Llama-2")(PLAIN).measure
 
 
-@TABLES
-def test_rows_of_a_stand_in_are_labelled_as_such(module, seeds):
-    settings = {row.setting for row in run_of(module)(replace(PLAIN, stand_in=True)).rows}
-    if module is not table_cbs:  # the rows of table_cbs are sparsities
-        assert all("(stand-in)" in setting for setting in settings)
-
-
 def test_notes_name_settings_that_differ_from_the_paper(seeds):
     note = " ".join(table_cbs.run(replace(PLAIN, stand_in=True)).notes)
     assert 'solver="admm" with budget="fast"' in note
@@ -116,10 +97,10 @@ def test_notes_name_settings_that_differ_from_the_paper(seeds):
 
 
 def test_json_contains_notes_and_the_stand_in_flag(seeds):
-    result = CliRunner().invoke(app, ["reproduce", "table-vit", "--stand-in", "--json"])
+    result = CliRunner().invoke(app, ["table-vit", "--stand-in", "--json"])
     values = json.loads(result.stdout)
     assert values["stand_in"] is True
     assert table_vit.SAME_SAMPLES in values["notes"]
     assert values["rows"][0]["published"] == 72.08
-    result = CliRunner().invoke(app, ["reproduce", "table-llm", "--json"])
+    result = CliRunner().invoke(app, ["table-llm", "--json"])
     assert json.loads(result.stdout)["stand_in"] is False

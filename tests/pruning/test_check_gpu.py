@@ -1,4 +1,4 @@
-"""`python -m iobs.check_gpu`: comparisons with the CPU, times, prediction, files."""
+"""`python benchmarks/check_gpu.py`: comparisons with the CPU, times, prediction, files."""
 
 import importlib.util
 import itertools
@@ -9,15 +9,22 @@ from types import SimpleNamespace
 import families
 import pytest
 import torch
+from checks import benchmarks
 from simulated_gpu import GPU
 
 import iobs
-from iobs import check_gpu, check_results
-from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
-from iobs.check_results import network_checks
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
 from iobs.solvers import SOLVERS
+
+with benchmarks() as imported:
+    check_gpu, check_results = imported("check_gpu"), imported("check_results")
+Check, Findings, solver_checks = check_gpu.Check, check_gpu.Findings, check_gpu.solver_checks
+network_checks, sparse_products, timed_block = (
+    check_results.network_checks,
+    check_gpu.sparse_products,
+    check_gpu.timed_block,
+)
 
 HERE = torch.device("cpu")
 FEW = {"SparseGPT, float32", "block reconstruction, float64"}  # comparisons of networks

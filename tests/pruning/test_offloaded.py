@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import iobs
-from iobs.cli import app, watch
+from iobs.cli import app, running
 from iobs.cli.by_blocks import Streams, run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
@@ -391,7 +391,7 @@ def test_run_that_needs_the_whole_model_or_fails_otherwise_does_not_begin_again(
 def test_command_line_goes_on_by_blocks_when_the_gpu_is_full(gpu, tmp_path, monkeypatch, resume):
     file, full = tmp_path / "mine.py", FillsTheGpu(4)
     file.write_text(NETWORK)
-    monkeypatch.setattr(watch, "Watch", lambda steps: full)
+    monkeypatch.setattr(running, "Watch", lambda steps: full)
 
     def run(*more):
         options = ["--data", f"{file}:batches", "--device", "cuda", "-o", str(tmp_path / "out"), *more]
@@ -409,7 +409,7 @@ def test_command_line_goes_on_by_blocks_when_the_gpu_is_full(gpu, tmp_path, monk
 def test_command_line_without_a_way_by_blocks_says_that_memory_ran_out(gpu, tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(NETWORK)
-    monkeypatch.setattr(watch, "Watch", lambda steps: FillsTheGpu(1))
+    monkeypatch.setattr(running, "Watch", lambda steps: FillsTheGpu(1))
     options = ["--data", f"{file}:batches", "--device", "cuda", "-o", str(tmp_path / "out"), "--rounds", "2"]
     failed = CliRunner().invoke(app, ["prune", f"{file}:net", *options, "--recipe", "paper"])
     assert failed.exit_code == 1

@@ -30,7 +30,7 @@ from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
-from iobs.report.narrower import render_widths
+from iobs.report.page import render_widths
 from iobs.solvers.grouped import search
 
 

@@ -12,7 +12,7 @@ from iobs import report
 from iobs.errors import OutputError
 from iobs.pruning.report import Sample
 from iobs.report import plots, tables
-from iobs.report.paths import without_folders
+from iobs.report.formats import without_folders
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ def test_plots_do_not_parse_dollars_as_tex(tmp_path):
     drawn = pictures((tmp_path / "report.html").read_text(encoding="utf8"))
     assert len(drawn) == 4
     assert sum(any(TEX in word for word in words(picture)) for picture in drawn) == 4
-    trials = [curves.Trial(TEX, "0.5", sparsity, TEX, 9.5, 2.0) for sparsity in (0.5, 0.6)]
+    trials = [curves.MethodTrial(TEX, "0.5", sparsity, TEX, 9.5, 2.0) for sparsity in (0.5, 0.6)]
     assert TEX in words(curves.trials_figure(trials, 8.5))
 
 
 def test_trials_figure_labels_n_of_m_points():
     trials = [
-        curves.Trial("fast", pattern, sparsity, "perplexity", score, 2.0)
+        curves.MethodTrial("fast", pattern, sparsity, "perplexity", score, 2.0)
         for pattern, sparsity, score in (("0.5", 0.5, 9.5), ("2:4", 0.5, 12.0), ("0.7", 0.7, 20.0))
     ]
     assert "2:4" in words(curves.trials_figure(trials, 8.5))

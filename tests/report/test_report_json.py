@@ -7,9 +7,9 @@ import pytest
 from sample_reports import SCORES, make_finetuned, make_report
 
 from iobs import report
-from iobs.cli.results import write_card
+from iobs.cli.running import write_card
 from iobs.errors import DataError
-from iobs.report import numbers
+from iobs.report import formats
 
 
 def test_report_without_polished_round_is_read(tmp_path):
@@ -36,7 +36,7 @@ def test_nonfinite_numbers_round_trip_as_strings(tmp_path):
     text = (tmp_path / "report.json").read_text(encoding="utf8")
     assert "Infinity" in json.loads(text, parse_constant=pytest.fail)["scores"]["validation"]["perplexity"]
     assert report.read_report(tmp_path / "report.json") == made
-    (back,) = numbers.from_json(numbers.to_json([math.nan]))
+    (back,) = formats.from_json(formats.to_json([math.nan]))
     assert math.isnan(back)
 
 

@@ -10,30 +10,30 @@ from sample_reports import SCORES, make_report, shown
 
 from iobs import report
 from iobs.pruning.report import RoundRecord, best_index
-from iobs.report import curves, numbers, plots, tables
+from iobs.report import curves, formats, plots, tables
 
 
 @pytest.mark.parametrize(
     ("function", "value", "expected"),
     [
-        (numbers.percent, 0.5, "50.0 %"),
-        (numbers.significant, None, "–"),
-        (numbers.significant, 0.0, "0.00"),
-        (numbers.significant, 0.012345, "0.0123"),
-        (numbers.significant, 1234.5, "1,234"),
-        (numbers.significant, 123.4, "123"),
-        (numbers.significant, 1.5e-7, "1.50e-07"),
-        (numbers.score, 4.64439, "4.644"),
-        (numbers.score, 37.6623, "37.66"),
-        (numbers.score, 122880.0, "122,880"),
-        (numbers.score, 91.7, "91.70"),
-        (numbers.score, float("inf"), "inf"),
-        (numbers.score, 1.5e7 + 0.5, "1.50e+07"),
-        (numbers.duration, 9.94, "9.9 s"),
-        (numbers.duration, 245.2, "4 min 05 s"),
-        (numbers.duration, 7801, "2 h 10 min"),
-        (numbers.size, 2.5e9, "2.50 GB"),
-        (numbers.size, 812345678, "812 MB"),
+        (formats.percent, 0.5, "50.0 %"),
+        (formats.significant, None, "–"),
+        (formats.significant, 0.0, "0.00"),
+        (formats.significant, 0.012345, "0.0123"),
+        (formats.significant, 1234.5, "1,234"),
+        (formats.significant, 123.4, "123"),
+        (formats.significant, 1.5e-7, "1.50e-07"),
+        (formats.score, 4.64439, "4.644"),
+        (formats.score, 37.6623, "37.66"),
+        (formats.score, 122880.0, "122,880"),
+        (formats.score, 91.7, "91.70"),
+        (formats.score, float("inf"), "inf"),
+        (formats.score, 1.5e7 + 0.5, "1.50e+07"),
+        (formats.duration, 9.94, "9.9 s"),
+        (formats.duration, 245.2, "4 min 05 s"),
+        (formats.duration, 7801, "2 h 10 min"),
+        (formats.size, 2.5e9, "2.50 GB"),
+        (formats.size, 812345678, "812 MB"),
     ],
 )
 def test_numbers_are_formatted(function, value, expected):
@@ -107,7 +107,9 @@ def test_best_index_requires_finetuning_to_gain(sign, finetuned, best):
 
 
 def test_trials_table_prints_the_best_of_a_pattern_bold():
-    trials = [curves.Trial(name, "0.5", 0.5, "perplexity", score, 2.0) for name, score in (("a [/b]", 9.5), ("c", 8.5))]
+    trials = [
+        curves.MethodTrial(name, "0.5", 0.5, "perplexity", score, 2.0) for name, score in (("a [/b]", 9.5), ("c", 8.5))
+    ]
     console = Console(markup=False, width=100, record=True, file=io.StringIO())
     console.print(curves.trials_table(trials, None))
     assert {"a [/b]", "9.500, 2.0 s", "8.500, 2.0 s"} <= {*re.split(r" *[│\n] *", console.export_text(clear=False))}

@@ -10,7 +10,6 @@ import typer
 
 import iobs
 from iobs.cli.console import ErrorsAsLines, Terminated, output_console
-from iobs.cli.examples import epilogue
 
 app = typer.Typer(
     cls=ErrorsAsLines,
@@ -21,14 +20,15 @@ app = typer.Typer(
 # In the order of the help page. Each module defines a function of its own name.
 COMMANDS = (
     *("demo", "prune", "compare", "evaluate", "inspect", "pack", "export", "run", "bench"),
-    *("solve", "predict", "reproduce"),
+    *("solve", "predict"),
 )
 for _name in COMMANDS:
-    app.command(_name, epilog=epilogue(_name))(getattr(importlib.import_module(f"iobs.cli.{_name}"), _name))
+    _command = getattr(importlib.import_module(f"iobs.cli.{_name}"), _name)
+    app.command(_name, epilog=_command.epilog)(_command)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(version: bool) -> None:
+    if version:
         output_console().print(f"iobs {iobs.__version__}")
         raise typer.Exit
 

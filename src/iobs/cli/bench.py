@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 from iobs.core.whole_files import whole_file
 from iobs.errors import IOBSError
 
@@ -17,59 +17,64 @@ if TYPE_CHECKING:
     from iobs.cli.benching import Workload
 
 
-@console.with_groups
+@options.command
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune or iobs pack wrote.")],
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens, or images, of one repetition.")] = 32,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 64,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each form, which take turns.")] = 3,
-    precision: Annotated[str | None, console.precision()] = None,
-    shape: console.Shape = None,
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Another model, such as the one before units were removed; both compute the same sample in float32.",
-            show_default=False,
-        ),
-    ] = None,
-    runtime: Annotated[
-        str | None,
-        typer.Option(metavar="torch|onnx", help="Of --beside; by default both that are installed.", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads; by default as in iobs run.", show_default=False)
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(callback=console.at_home, help="Write a figure of the table (.svg).")
-    ] = None,
-    trust_remote_code: console.TrustRemoteCode = False,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    model: str,
+    *,
+    tokens: Annotated[int, typer.Option(min=2)] = 32,
+    prompt: options.Positive = 64,
+    repetitions: options.Positive = 3,
+    precision: options.Precision = None,
+    shape: options.Shape = None,
+    beside: str | None = None,
+    runtime: str | None = None,
+    threads: options.OptionalPositive = None,
+    plot: Path | None = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    talk: options.Talk,
 ) -> None:
-    """Measure tokens or images a second, bytes and memory on the CPU: dense, and with the zeros used."""
-    from iobs.cli.benching import Workload, measured
+    """Measure tokens or images a second, bytes and memory on the CPU: dense, and with the zeros used.
+
+    Args:
+        model (MODEL): A directory that iobs prune or iobs pack wrote.
+        tokens: New tokens, or images, of one repetition.
+        prompt: Tokens of the prompt.
+        repetitions: Repetitions of each form, which take turns.
+        precision (bf16|int8|int4): Fewest bits of a weight. A packed file keeps its own.
+        beside (MODEL): Another model, such as the one before units were removed; both compute the same sample in
+            float32.
+        runtime (torch|onnx): Of --beside; by default both that are installed.
+        threads: Threads; by default as in iobs run.
+        plot: Write a figure of the table (.svg).
+
+    Examples:
+        iobs bench OUT  # tokens or images a second, bytes and memory: dense, and with the zeros used
+        iobs bench OUT --beside MODEL  # a model with fewer units beside the one before, in torch and ONNX Runtime
+        iobs bench OUT.packed --tokens 64 --plot speed.svg --json  # a packed model, with a figure
+    """
+    from iobs.cli.benching import Workload, measure_forms
     from iobs.cli.loading import checked_precision
-    from iobs.cli.progress import Steps
+    from iobs.cli.progress import ConsoleSteps
     from iobs.inference.choices import PRECISIONS
     from iobs.report.running import running_figure, running_line, running_notes, running_table
 
-    asked = checked_precision(precision, model, PRECISIONS)
-    known = next(name for name in PRECISIONS if name == asked)
-    sizes = console.shape_of(shape)
+    checked = checked_precision(precision, model, PRECISIONS)
+    sizes = options.parse_shape(shape)
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
     console.check_files((plot,), ())
-    work = Workload(model, tokens, prompt, sizes, known, threads, trust_remote_code)
+    fewest_bits = next(name for name in PRECISIONS if name == checked)
+    workload = Workload(model, tokens, prompt, sizes, fewest_bits, threads, trust_remote_code)
     if beside is not None or runtime is not None:
         if beside is None or plot is not None:
             raise typer.BadParameter("--runtime goes with --beside MODEL, and --plot does not", param_hint="--beside")
-        _show_beside(work, beside, runtime, talk.as_json)
+        _show_beside(workload, beside, runtime, talk.as_json)
         return
-    with Steps("loading the model") as steps:
-        rows = [*measured(work, repetitions, lambda task: steps.update(0, 0, task))]
+    with ConsoleSteps("loading the model") as steps:
+        rows = [*measure_forms(workload, repetitions, lambda task: steps.update(0, 0, task))]
     if plot is not None:
-        with whole_file(plot) as written:
-            written.write_text(running_figure(rows), encoding="utf8")
+        with whole_file(plot) as file:
+            file.write_text(running_figure(rows), encoding="utf8")
     if talk.as_json:
         console.print_json({"forms": [{**asdict(row), "bytes": row.bytes} for row in rows]})
         return
@@ -86,14 +91,14 @@ def bench(
         out.print(f"Written: {plot}")
 
 
-def _show_beside(work: Workload, beside: str, runtime: str | None, as_json: bool) -> None:
-    from iobs.cli.beside import measured_beside, runtimes_of
-    from iobs.cli.progress import Steps
+def _show_beside(workload: Workload, beside: str, runtime: str | None, as_json: bool) -> None:
+    from iobs.cli.benching import measure_beside, runtimes_of
+    from iobs.cli.progress import ConsoleSteps
     from iobs.report.running import beside_table
 
     runtimes = runtimes_of(runtime)
-    with Steps("loading the models") as steps:
-        rows = measured_beside(work, beside, runtimes, lambda task: steps.update(0, 0, task))
+    with ConsoleSteps("loading the models") as steps:
+        rows = measure_beside(workload, beside, runtimes, lambda task: steps.update(0, 0, task))
     if as_json:
         console.print_json({"beside": [{**asdict(row), "share": row.seconds / row.seconds_beside} for row in rows]})
         return
@@ -104,7 +109,7 @@ def _show_beside(work: Workload, beside: str, runtime: str | None, as_json: bool
 
 
 def removed_units(model: str) -> bool:
-    """Check that a directory holds the report of a run that removed units."""
+    """True if a directory holds the report of a run that removed units."""
     from iobs.pruning.structured_report import StructuredReport
     from iobs.report import read_report
 

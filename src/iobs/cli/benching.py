@@ -1,4 +1,4 @@
-"""Measurement of a model in several forms, each in a process of its own, so that its memory is its own."""
+"""Measurement of a model in several forms, each in its own process with its own memory, or beside another model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from iobs.errors import ModelError
-from iobs.report.running import RunningRow
+from iobs.errors import ModelError, first_line
+from iobs.report.running import BesideRow, RunningRow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from iobs.core.structured import Runtime
     from iobs.inference.choices import Precision
     from iobs.models import LoadedModel
 
@@ -66,7 +68,7 @@ class Repetition:
     own_bytes: int = 0
 
     def __call__(self) -> Timing:
-        """Do the work, and return its speed."""
+        """Do the workload, and return its speed."""
         return self.run()
 
 
@@ -78,13 +80,13 @@ class Timing:
     prompt_speed: float | None
 
 
-def measured(
-    work: Workload, repetitions: int, on_progress: Callable[[str], object] = lambda _: None
+def measure_forms(
+    workload: Workload, repetitions: int, on_progress: Callable[[str], object] = lambda _: None
 ) -> Iterator[RunningRow]:
     """Yield the dense forms and last the stored one. Repetitions take turns if memory holds all forms at once.
 
     Args:
-        work: of one repetition.
+        workload: of one repetition.
         repetitions: number of repetitions of each form.
         on_progress: called with what comes next.
 
@@ -96,13 +98,13 @@ def measured(
     from iobs.models.packed import is_packed
 
     with ExitStack() as stack:
-        dense = work.model
-        if is_packed(work.model):
-            dense = str(stack.enter_context(unpacked(work.model)))
+        dense = workload.model
+        if is_packed(workload.model):
+            dense = str(stack.enter_context(unpacked(workload.model)))
         forms: list[Form] = [*DENSE, "stored"]
         together = [forms] if _have_room(Path(dense)) else [[form] for form in forms]
         for group in together:
-            yield from _measured_together(work, dense, group, repetitions, on_progress)
+            yield from _measure_together(workload, dense, group, repetitions, on_progress)
 
 
 def _have_room(dense: Path) -> bool:
@@ -120,8 +122,8 @@ def _have_room(dense: Path) -> bool:
     return not free or weights * sum(sizes) <= free
 
 
-def _measured_together(
-    work: Workload, dense: str, forms: Sequence[Form], repetitions: int, on_progress: Callable[[str], object]
+def _measure_together(
+    workload: Workload, dense: str, forms: Sequence[Form], repetitions: int, on_progress: Callable[[str], object]
 ) -> Iterator[RunningRow]:
     """Yield the rows of forms that are in memory at the same time, and whose repetitions take turns."""
     with ExitStack() as stack:
@@ -130,8 +132,8 @@ def _measured_together(
         sizes: dict[str, dict[str, int]] = {}
         for form, pool in pools.items():
             on_progress(f"loading {names[form]}")
-            made = pool.submit(_prepare, work, dense if form in DENSE else work.model, form).result()
-            names[form], sizes[form] = made
+            prepared = pool.submit(_prepare, workload, dense if form in DENSE else workload.model, form)
+            names[form], sizes[form] = prepared.result()
         timings: dict[str, list[Timing]] = {form: [] for form in pools}
         for number in range(repetitions):
             for form, pool in pools.items():
@@ -139,10 +141,10 @@ def _measured_together(
                 timings[form].append(pool.submit(_repeat).result())
         for form, pool in pools.items():
             peak: Future[int | None] = pool.submit(_peak)
-            prompts = [one.prompt_speed for one in timings[form] if one.prompt_speed is not None]
+            prompts = [timing.prompt_speed for timing in timings[form] if timing.prompt_speed is not None]
             yield RunningRow(
                 names[form],
-                statistics.median(one.speed for one in timings[form]),
+                statistics.median(timing.speed for timing in timings[form]),
                 "tokens/s" if prompts else "images/s",
                 statistics.median(prompts) if prompts else None,
                 sizes[form],
@@ -159,9 +161,9 @@ def _process() -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BaseException:  # its present repetition may take minutes
-        for one in multiprocessing.active_children():
-            if one not in others:
-                one.terminate()
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.terminate()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -170,7 +172,7 @@ def _process() -> Iterator[ProcessPoolExecutor]:
 _prepared: list[Callable[[], Timing]] = []  # of a process that measures: its repetition
 
 
-def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]]:
+def _prepare(workload: Workload, model: str, form: str) -> tuple[str, dict[str, int]]:
     """Load the model in a form, run it once, and return the name of the form and the bytes that it holds, by kind."""
     import torch
 
@@ -181,30 +183,30 @@ def _prepare(work: Workload, model: str, form: str) -> tuple[str, dict[str, int]
     from iobs.models.packed import is_packed, open_packed
     from iobs.pruning.runtime.memory import give_back
 
-    if work.threads is not None:
-        torch.set_num_threads(work.threads)
+    if workload.threads is not None:
+        torch.set_num_threads(workload.threads)
     if is_packed(model):
-        loaded = open_packed(model, trust_remote_code=work.trust_remote_code)
+        loaded = open_packed(model, trust_remote_code=workload.trust_remote_code)
     else:
         dtype = getattr(torch, form) if form in DENSE else None
-        loaded = load(model, dtype=dtype, trust_remote_code=work.trust_remote_code)
-    example = None if loaded.task == "causal-lm" else image_of(loaded, work)
-    kept = precision_of(loaded.module)
-    if kept is not None:
-        work = replace(work, precision=kept)
-        use_threads(loaded.module, work.threads)
+        loaded = load(model, dtype=dtype, trust_remote_code=workload.trust_remote_code)
+    example = None if loaded.task == "causal-lm" else image_of(loaded, workload)
+    packed_precision = precision_of(loaded.module)
+    if packed_precision is not None:
+        workload = replace(workload, precision=packed_precision)
+        use_threads(loaded.module, workload.threads)
     elif form not in DENSE:
-        accelerate(loaded.module, example, precision=work.precision, threads=work.threads)
-    repeat = repetition(loaded, work, form not in DENSE)
+        accelerate(loaded.module, example, precision=workload.precision, threads=workload.threads)
+    repeat = repetition(loaded, workload, form not in DENSE)
     repeat()
-    if work.threads is None:
+    if workload.threads is None:
         fastest_threads(repeat)
     give_back()  # memory of the dense layers that are gone
     if _HIGH_WATER.exists():
         _HIGH_WATER.write_text("5", encoding="ascii")
     _prepared.append(repeat)
     held = {**bytes_held(loaded.module), "copies": repeat.own_bytes}
-    return f"dense {form}" if form in DENSE else f"iobs {work.precision}", held
+    return f"dense {form}" if form in DENSE else f"iobs {workload.precision}", held
 
 
 def fastest_threads(repeat: Callable[[], Timing]) -> int:
@@ -239,7 +241,7 @@ def _peak() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
+def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetition:
     """The work of a loaded model."""
     import torch
 
@@ -249,32 +251,33 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
-        image = image_of(loaded, work)
+        image = image_of(loaded, workload)
 
         def classify() -> Timing:
             started = time.perf_counter()
             with torch.no_grad():
-                for _ in range(work.tokens):
+                for _ in range(workload.tokens):
                     loaded.module(image)
-            return Timing(work.tokens / (time.perf_counter() - started), None)
+            return Timing(workload.tokens / (time.perf_counter() - started), None)
 
         return Repetition(classify)
-    length = min(work.prompt, (loaded.context or 1 << 30) - work.tokens)
+    length = min(workload.prompt, (loaded.context or 1 << 30) - workload.tokens)
     if length < 1:
-        raise ModelError(f"{work.model} reads {loaded.context} tokens, fewer than the {work.tokens} new ones.")
+        raise ModelError(f"{workload.model} reads {loaded.context} tokens, fewer than the {workload.tokens} new ones.")
     vocabulary: int = loaded.module.get_input_embeddings().num_embeddings  # type: ignore[operator]
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
     decoder = None
-    fuses = stored and (work.threads or 1) == 1 and undecodable(loaded.module) is None
-    if fuses and length + work.tokens <= most_tokens(loaded.module):
-        decoder = Decoder(loaded.module, length + work.tokens, "bf16" if work.precision == "bf16" else "int8")
+    fuses = stored and (workload.threads or 1) == 1 and undecodable(loaded.module) is None
+    if fuses and length + workload.tokens <= most_tokens(loaded.module):
+        decoder = Decoder(loaded.module, length + workload.tokens, "bf16" if workload.precision == "bf16" else "int8")
 
     def generate() -> Timing:
         started = time.perf_counter()
-        made = generated(loaded.module, ids, work.tokens) if decoder is None else decoder.generate(ids, work.tokens)
-        next(made)
+        count = workload.tokens
+        tokens = generated(loaded.module, ids, count) if decoder is None else decoder.generate(ids, count)
+        next(tokens)
         first = time.perf_counter()
-        count = sum(1 for _ in made)
+        count = sum(1 for _ in tokens)
         return Timing(count / (time.perf_counter() - first), length / (first - started))
 
     forward = vars(loaded.module).get("forward")
@@ -284,7 +287,7 @@ def repetition(loaded: LoadedModel, work: Workload, stored: bool) -> Repetition:
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
 
 
-def image_of(loaded: LoadedModel, work: Workload) -> Tensor:
+def image_of(loaded: LoadedModel, workload: Workload) -> Tensor:
     """A random image of the shape that the model or the user says.
 
     Raises:
@@ -293,12 +296,93 @@ def image_of(loaded: LoadedModel, work: Workload) -> Tensor:
     import torch
 
     described = getattr(loaded.module, "default_cfg", None) or {}
-    shape = work.shape or described.get("input_size")
+    shape = workload.shape or described.get("input_size")
     config: object = getattr(loaded.module, "config", None)
     side = getattr(config, "image_size", None)
     if shape is None and isinstance(side, int):
         shape = (getattr(config, "num_channels", 3), side, side)
     if shape is None:
-        raise ModelError(f"{work.model} does not say the shape of its input; give it: --shape 3,224,224.")
+        raise ModelError(f"{workload.model} does not say the shape of its input; give it: --shape 3,224,224.")
     dtype = next(loaded.module.parameters()).dtype
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def runtimes_of(name: str | None) -> tuple[Runtime, ...]:
+    """The runtimes to measure: the named one, otherwise torch, and ONNX Runtime where it is installed.
+
+    Raises:
+        ProblemError: the runtime is unknown or not installed.
+    """
+    from iobs.core.structured import require_known_runtime
+    from iobs.pruning.widths.clock import require_runtime
+
+    if name is None:
+        installed = all(find_spec(module) is not None for module in ("onnx", "onnxruntime"))
+        return ("torch", "onnx") if installed else ("torch",)
+    runtime = require_known_runtime(name)
+    require_runtime(runtime)
+    return (runtime,)
+
+
+def measure_beside(
+    workload: Workload,
+    beside: str,
+    runtimes: tuple[Runtime, ...],
+    on_progress: Callable[[str], object] = lambda _: None,
+) -> list[BesideRow]:
+    """One row a runtime, in float32; the two models take turns on one input.
+
+    Args:
+        workload: the model, and the prompt or the shape of its input.
+        beside: the other model.
+        runtimes: to measure.
+        on_progress: called with what comes next.
+
+    Raises:
+        ModelError: a model cannot be loaded, or does not take the input, or no runtime can run both.
+    """
+    import torch
+
+    from iobs.models import load
+    from iobs.pruning.widths.clock import NAMES
+    from iobs.pruning.widths.latency import shares_of
+
+    if workload.threads is not None:
+        torch.set_num_threads(workload.threads)
+    models = []
+    for name in (beside, workload.model):
+        on_progress(f"loading {name}")
+        models.append(load(name, dtype=torch.float32, trust_remote_code=workload.trust_remote_code))
+    before, after = (loaded.module for loaded in models)
+    entries = [sum(value.numel() for value in module.parameters()) for module in (before, after)]
+    sample = input_of(models[1], workload)
+    rows, reasons = [], []
+    for runtime in runtimes:
+        on_progress(f"running both in {NAMES[runtime]}")
+        try:
+            seconds = shares_of(before, after, sample, runtime)
+        except Exception as error:  # of any runtime, and of a model that does not take the input
+            reasons.append(f"{NAMES[runtime]}: {first_line(error)}")
+            continue
+        rows.append(BesideRow(beside, workload.model, NAMES[runtime], *seconds, entries[0], entries[1]))
+    if not rows:
+        raise ModelError(f"{beside} and {workload.model} could not be compared. {'; '.join(reasons)}")
+    for reason in reasons:
+        on_progress(f"not measured in {reason}")
+    return rows
+
+
+def input_of(loaded: LoadedModel, workload: Workload) -> Tensor | dict[str, Tensor]:
+    """One sample: a prompt for a model of text, otherwise an image of the shape that the model or the user says.
+
+    Raises:
+        ModelError: neither says a shape.
+    """
+    import torch
+
+    embeddings = getattr(loaded.module, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embeddings, "num_embeddings", None)
+    if workload.shape is not None or vocabulary is None:
+        return image_of(loaded, workload)
+    length = min(workload.prompt, loaded.context or workload.prompt)
+    return {"input_ids": torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))}

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from iobs.cli.run_file import Asked
-    from iobs.cli.running import Place
+    from iobs.cli.run_file import RunSettings
+    from iobs.cli.running import OutputPlace
     from iobs.data import Batch
     from iobs.models import LoadedModel
     from iobs.pruning.blockwise.offloaded import OffloadedStore
@@ -196,9 +196,9 @@ def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
 
 def prune_low_memory(
     directory: str | None,
-    asked: Asked,
+    settings: RunSettings,
     device: str | None,
-    place: Place,
+    place: OutputPlace,
     dry_run: bool,
     as_json: bool,
     streams: str = "auto",
@@ -211,8 +211,7 @@ def prune_low_memory(
         ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
-    from iobs.cli.results import write_card
-    from iobs.cli.running import prune_as_asked
+    from iobs.cli.running import prune_with_progress, write_card
     from iobs.core.files import weight_files
     from iobs.core.paths import expanded
     from iobs.models.skeleton import without_weights
@@ -226,7 +225,7 @@ def prune_low_memory(
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
 
-    options, recipe, output, checkpoint = asked.options, asked.recipe, place.output, place.checkpoint
+    options, recipe, output, checkpoint = settings.options, settings.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = parse_place(streams)
     require_streamable(recipe)
@@ -236,7 +235,7 @@ def prune_low_memory(
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
     if dry_run and not weight_files(Path(directory)):
         if current().first:
-            _show_machines(Path(directory), asked, as_json, arithmetic)
+            _show_machines(Path(directory), settings, as_json, arithmetic)
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
@@ -264,12 +263,12 @@ def prune_low_memory(
     _warn_of_memory(plan, store.device)
     with store.writing(place.replaceable):
         facts = {"model": directory, "calibration": name, "seq_len": window}
-        report = prune_as_asked(store, batches, asked, checkpoint, facts)
+        report = prune_with_progress(store, batches, settings, checkpoint, facts)
         if not current().first:
             return
         write_card(report, "transformers", store.folder, Path(directory) / "README.md")
         write_report(report, store.folder)
-        asked.write(store.folder)
+        settings.write(store.folder)
     place.finish()
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
@@ -280,7 +279,7 @@ def prune_low_memory(
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
 
 
-def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: torch.dtype | None) -> None:
+def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithmetic: torch.dtype | None) -> None:
     """Show what a run takes on several GPUs; the directory holds a configuration and no weights.
 
     Args:
@@ -292,7 +291,7 @@ def _show_machines(directory: Path, asked: Asked, as_json: bool, arithmetic: tor
     from iobs.models.skeleton import shapes_of
     from iobs.pruning.cost.machines import GPUS, need
 
-    options, recipe = asked.options, asked.recipe
+    options, recipe = settings.options, settings.recipe
     network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
     itemsize = None if arithmetic is None else arithmetic.itemsize

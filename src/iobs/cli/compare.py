@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iobs.cli import completion, console
-from iobs.cli.completion import listed
+from iobs.cli import console, options
 from iobs.core.whole_files import replaced
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
     from iobs.pruning.recipe import Recipe
-    from iobs.report.curves import Trial
+    from iobs.report.curves import MethodTrial
 
 RESULTS = "comparison.json"
 PRESETS = ("best", "fast", "one-shot", "paper")
@@ -31,52 +30,58 @@ METHODS = (*PRESETS, *SOLVERS, *PEERS)
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Options for calibration and evaluation data."""
+class SamplingOptions(options.DataOptions):
+    """Options for calibration and evaluation data.
 
-    data: console.Data = None
-    eval_data: Annotated[
-        list[str] | None, typer.Option("--eval-data", help="Evaluation data, as --data; needed with --data.")
-    ] = None
-    samples: Annotated[int, typer.Option(min=1, help="Number of calibration samples.")] = 128
-    seq_len: console.SequenceLength = 2048
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per forward pass.")] = 8
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0
+    Attributes:
+        eval_data: Evaluation data, as --data; needed with --data.
+        samples: Number of calibration samples.
+        batch_size: Samples per forward pass.
+        seed: Seed of every random choice.
+    """
+
+    eval_data: list[str] | None = None
+    samples: options.Positive = 128
+    seq_len: options.SequenceLength = 2048
+    batch_size: options.Positive = 8
+    seed: int = 0
 
 
-@console.with_groups
+@options.command
 def compare(
-    model: console.Model = None,
-    methods: Annotated[
-        str, typer.Option(help=f"With commas between: {', '.join(METHODS)}.", autocompletion=listed(METHODS))
-    ] = "fast,sparsegpt,magnitude",
-    patterns: Annotated[
-        str,
-        typer.Option(
-            help="Sparsities or N:M, with commas between, as 50%,2:4.",
-            autocompletion=listed([*completion.SHARES, *completion.PATTERNS]),
-        ),
-    ] = "50%,60%,70%",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", callback=console.at_home, help="Folder for comparison.json and comparison.svg."),
-    ] = None,
-    sampling: Sampling = Sampling(),
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Leave these layers dense.")] = None,
-    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
-    overwrite: console.Overwrite = False,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    model: options.Model = None,
+    *,
+    methods: Annotated[str, options.completed(METHODS)] = "fast,sparsegpt,magnitude",
+    patterns: Annotated[str, options.completed([*options.SHARES, *options.PATTERNS])] = "50%,60%,70%",
+    output: options.Output = None,
+    sampling: SamplingOptions,
+    ignore: list[str] | None = None,
+    loading: options.Loading,
+    overwrite: options.Overwrite = False,
+    talk: options.Talk,
 ) -> None:
-    """Prune MODEL with several methods at several sparsities, and show score and seconds side by side."""
+    """Prune MODEL with several methods at several sparsities, and show score and seconds side by side.
+
+    Args:
+        methods: With commas between: best, fast, one-shot, paper, admm, sparsegpt, obc, wanda, magnitude,
+            global-magnitude, woodfisher, cbs, chita, chita++.
+        patterns: Sparsities or N:M, with commas between, as 50%,2:4.
+        output: Folder for comparison.json and comparison.svg.
+        ignore: Leave these layers dense.
+
+    Examples:
+        iobs compare MODEL --methods fast,sparsegpt --patterns 50%,2:4 -o RESULTS
+        iobs compare net.py:model --data net.py:train --eval-data net.py:test --json  # the table for a program
+    """
     from iobs.cli.loading import draw_batches, load_model
-    from iobs.cli.results import open_evaluation, score
+    from iobs.cli.running import open_evaluation, score
     from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError, first_line, is_out_of_memory
     from iobs.pruning.driver import require_seed
     from iobs.pruning.layerwise.patterns import require_fit
     from iobs.pruning.network.selection import select
-    from iobs.report.curves import Trial
+    from iobs.report.curves import MethodTrial
 
     require_seed(sampling.seed)
     if sampling.data and not sampling.eval_data:
@@ -84,15 +89,15 @@ def compare(
             "give evaluation data: on the calibration data, methods that overfit would win",
             param_hint="--eval-data",
         )
-    chosen = [*dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())]
+    chosen = options.unique_names(methods)
     unknown = [name for name in chosen if name not in METHODS]
     if unknown or not chosen:
         raise typer.BadParameter(
             f"{', '.join(unknown) or 'no method'}: choose among {', '.join(METHODS)}", param_hint="--methods"
         )
-    wanted = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
-    pairs = [(text, name) for text in wanted for name in chosen if name not in PEERS or ":" not in text]
-    if len(pairs) < len(wanted) * len(chosen):
+    parsed = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
+    pairs = [(text, name) for text in parsed for name in chosen if name not in PEERS or ":" not in text]
+    if len(pairs) < len(parsed) * len(chosen):
         console.say(f"{', '.join(PEERS)} prune to one global count, which N:M is not: left out there.")
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
@@ -100,7 +105,7 @@ def compare(
         _claim(output, overwrite)
     loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     selection = select(loaded.module, None, ignore)
-    for pattern in wanted.values():
+    for pattern in parsed.values():
         require_fit(selection.layers, pattern)
     scoring = open_evaluation(loaded, sampling.eval_data or [])
     source = open_source(sampling.data or [], "calibration", loaded)
@@ -111,24 +116,24 @@ def compare(
     dense = score(loaded, scoring, sampling.seq_len, "scoring the dense model")
     metric = next(iter(dense))
     original = _copied(loaded.module)
-    trials: list[Trial] = []
+    trials: list[MethodTrial] = []
     for text, name in pairs:
         loaded.module.load_state_dict(original)
         try:
-            seconds, sparsity = _prune(loaded, batches, name, wanted[text], ignore, sampling.seed)
-            found = score(loaded, scoring, sampling.seq_len, f"scoring {name} at {text}")
+            seconds, sparsity = _prune(loaded, batches, name, parsed[text], ignore, sampling.seed)
+            scores = score(loaded, scoring, sampling.seq_len, f"scoring {name} at {text}")
         except (IOBSError, MemoryError, RuntimeError) as error:  # the others go on; what took hours is not lost
-            known = isinstance(error, IOBSError)
-            if not known and not is_out_of_memory(error):
+            expected = isinstance(error, IOBSError)
+            if not expected and not is_out_of_memory(error):
                 raise
-            reason = str(error) if known else f"The memory is not enough ({first_line(error)})"
+            reason = str(error) if expected else f"The memory is not enough ({first_line(error)})"
             console.warn(f"{name} at {text} failed: {reason}")
             continue
         except KeyboardInterrupt:
             if trials and output is not None:
                 console.warn(f"{len(trials)} of {len(pairs)} results are in {output / RESULTS}.")
             raise
-        trials.append(Trial(name, text, sparsity, metric, found[metric], seconds))
+        trials.append(MethodTrial(name, text, sparsity, metric, scores[metric], seconds))
         _keep(trials, dense[metric], output)
     loaded.module.load_state_dict(original)
     if not trials:
@@ -166,13 +171,12 @@ def _prune(
     Returns:
         Seconds and the real sparsity.
     """
-    from iobs.cli.progress import Steps
-    from iobs.cli.watch import Watch
+    from iobs.cli.progress import ConsoleSteps, Watch
     from iobs.pruning import prune
 
     started = time.perf_counter()
     holdout = 0.0 if name in PEERS else 0.1  # the methods of the literature use every sample
-    with Steps(name) as steps:
+    with ConsoleSteps(name) as steps:
         watch = Watch(steps, prefix=f"{name}, ", quiet=True)
         report = prune(
             loaded.module,
@@ -212,24 +216,24 @@ def _claim(output: Path, overwrite: bool) -> None:
         )
 
 
-def _keep(trials: list[Trial], dense: float, output: Path | None) -> None:
-    """Write what is known so far; where that fails, the work goes on, and the table is still shown."""
-    from iobs.report.numbers import to_json
+def _keep(trials: list[MethodTrial], dense: float, output: Path | None) -> None:
+    """Write the results so far; where that fails, the work goes on, and the table is still shown."""
+    from iobs.report.formats import to_json
 
     if output is None:
         return
     try:
-        with replaced(output / RESULTS) as written:
-            written.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
+        with replaced(output / RESULTS) as file:
+            file.write_text(to_json(_values(trials, dense)) + "\n", encoding="utf8")
     except OSError as error:
         console.warn(f"Warning: {output / RESULTS} cannot be written: {error.strerror}.")
 
 
-def _values(trials: list[Trial], dense: float) -> dict[str, Any]:
+def _values(trials: list[MethodTrial], dense: float) -> dict[str, Any]:
     return {"dense": dense, "trials": [asdict(trial) for trial in trials]}
 
 
-def _show(trials: list[Trial], dense: float, output: Path | None, as_json: bool) -> None:
+def _show(trials: list[MethodTrial], dense: float, output: Path | None, as_json: bool) -> None:
     from iobs.report.curves import trials_figure, trials_table
 
     if as_json:

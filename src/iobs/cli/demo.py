@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from iobs.cli import command, console
+from iobs.cli import console, options
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
@@ -19,36 +18,38 @@ if TYPE_CHECKING:
     from iobs.pruning.report import Report
 
 MODEL_FOLDER = "model"
-_OWN_FILES = ("report.html", "report.json", "recipe.yaml", MODEL_FOLDER)
+_DEMO_FILES = ("report.html", "report.json", "recipe.yaml", MODEL_FOLDER)
 
 
-@dataclass(frozen=True)
-class Method:
-    """One row of the comparison: a name and a recipe."""
-
-    name: str
-    recipe: Recipe
-
-
-@console.with_groups
+@options.command
 def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", callback=console.at_home, help="Folder for the report and the model.")
-    ] = Path("iobs-demo"),
-    sparsity: Annotated[str, typer.Option(help="Share of zeros in every layer: 0.5 or 50%.")] = "50%",
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of I-OBS.")] = 3,
-    samples: Annotated[int, typer.Option(min=8, help="Calibration windows of 256 tokens.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o")] = Path("iobs-demo"),
+    sparsity: str = "50%",
+    rounds: Annotated[int, typer.Option(min=2)] = 3,
+    samples: Annotated[int, typer.Option(min=8)] = 64,
+    seed: int = 0,
+    talk: options.Talk,
 ) -> None:
     """Prune the embedded language model with five methods and compare them on held-out text.
 
     Keeps the model of the last, I-OBS: writes it with report.html and report.json, reads it back and counts its zeros.
+
+    Args:
+        output: Folder for the report and the model.
+        sparsity: Share of zeros in every layer: 0.5 or 50%.
+        rounds: Rounds of I-OBS.
+        samples: Calibration windows of 256 tokens.
+        seed: Seed of every random choice.
+
+    Examples:
+        iobs demo  # five methods on the embedded model, in about a minute
+        iobs demo --sparsity 70% -o demo70  # with more zeros
     """
     from iobs import models
-    from iobs.cli.progress import Steps
-    from iobs.cli.results import write_results
-    from iobs.cli.run_file import Asked, RunOptions
+    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.run_file import RunOptions, RunSettings
+    from iobs.cli.running import write_results
     from iobs.core.patterns import Unstructured, share
     from iobs.data import calibration_batches, open_source
     from iobs.models import check_output, output_directory
@@ -56,9 +57,8 @@ def demo(
 
     started = time.perf_counter()
     require_seed(seed)
-    zeros = share(sparsity)
-    pattern = Unstructured(zeros)
-    replaceable = _OWN_FILES if _is_demo(output) else ()
+    pattern = Unstructured(share(sparsity))
+    replaceable = _DEMO_FILES if _is_demo(output) else ()
     check_output(output, replaceable=replaceable)
     loaded = models.load()
     batches = calibration_batches(
@@ -67,20 +67,21 @@ def demo(
     out = console.output_console()
     out.print(
         f"A language model of {models.parameter_count(loaded.module) / 1e6:.1f} million parameters that knows Python's "
-        f"help pages; {zeros:.0%} of the weights of its layers go.",
+        f"help pages; {share(sparsity):.0%} of the weights of its layers go.",
     )
-    chosen = methods(rounds)
-    report = compare(loaded, batches, pattern, chosen, seed)
+    recipes = methods(rounds)
+    report = compare(loaded, batches, pattern, recipes, seed)
     with output_directory(output, replaceable=replaceable) as temporary:
         write_results(loaded, report, temporary, MODEL_FOLDER)
-        Asked(chosen[-1].recipe, RunOptions(pattern, seed=seed, samples=samples, seq_len=256)).write(temporary)
+        options_of_run = RunOptions(pattern, seed=seed, samples=samples, seq_len=256)
+        RunSettings([*recipes.values()][-1], options_of_run).write(temporary)
     if not talk.as_json:
         _show(report)
     _prove(output, loaded, report)
     if talk.as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
-    with Steps("measuring the speed (the first run also compiles)"):
+    with ConsoleSteps("measuring the speed (the first run also compiles)"):
         faster = _faster(output / MODEL_FOLDER)
     out.print(f"Done in {time.perf_counter() - started:.0f} s. Look at {output / 'report.html'}")
     out.print(
@@ -90,7 +91,7 @@ def demo(
 
 
 def _is_demo(directory: Path) -> bool:
-    """Check by its report that a directory was written by an earlier demo, which may be replaced."""
+    """True if the report in a directory is of an earlier demo, which may be replaced."""
     from iobs.errors import DataError
     from iobs.report import read_report
 
@@ -100,29 +101,28 @@ def _is_demo(directory: Path) -> bool:
         return False
 
 
-def methods(rounds: int) -> list[Method]:
+def methods(rounds: int) -> dict[str, Recipe]:
     """The methods of the comparison: one-shot solvers, and last Algorithm 2 with the best of them."""
     from iobs.pruning.recipe import FineTune, Recipe, Rounds
 
     step = FineTune(lr=5e-4, optimizer="adam", steps=12, loss="kl", batch_size=16)
-    return [
-        Method("magnitude", Recipe(solver="magnitude")),
-        Method("Wanda", Recipe(solver="wanda")),
-        Method("SparseGPT", Recipe(solver="sparsegpt")),
-        Method("ADMM", Recipe(solver="admm")),
-        Method(f"I-OBS, {rounds} rounds", Recipe(solver="admm", rounds=Rounds(rounds, finetune=step))),
-    ]
+    return {
+        "magnitude": Recipe(solver="magnitude"),
+        "Wanda": Recipe(solver="wanda"),
+        "SparseGPT": Recipe(solver="sparsegpt"),
+        "ADMM": Recipe(solver="admm"),
+        f"I-OBS, {rounds} rounds": Recipe(solver="admm", rounds=Rounds(rounds, finetune=step)),
+    }
 
 
-def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: list[Method], seed: int) -> Report:
-    """Prune the same dense model with each method and score it; the model is left as the last one made it.
+def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, recipes: dict[str, Recipe], seed: int) -> Report:
+    """Prune the same dense model with each recipe and score it; the model is left as the last one made it.
 
     Returns:
-        The report of the last method, with the scores of all.
+        The report of the last recipe, with the scores of all.
     """
-    from iobs.cli.progress import Steps
-    from iobs.cli.results import open_evaluation, score
-    from iobs.cli.watch import Watch
+    from iobs.cli.progress import ConsoleSteps, Watch
+    from iobs.cli.running import open_evaluation, score, shown_command
     from iobs.evaluate import BeforeAfter
     from iobs.pruning import prune
 
@@ -131,17 +131,17 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, chosen: l
     dense = {name: value.clone() for name, value in loaded.module.state_dict().items()}
     scores = {"dense": score(loaded, scoring, length, "scoring the dense model")}
     report = None
-    for method in chosen:
+    for name, recipe in recipes.items():
         loaded.module.load_state_dict(dense)
-        with Steps(method.name) as steps:
-            watch = Watch(steps, f"{method.name}: ")
+        with ConsoleSteps(name) as steps:
+            watch = Watch(steps, f"{name}: ")
             callbacks = [watch, BeforeAfter(batches, loaded.tokenizer)]
-            report = prune(loaded.module, batches, pattern, method.recipe, seed=seed, callbacks=callbacks)
-        scores[method.name] = score(loaded, scoring, length, f"scoring {method.name}")
-        scores[method.name]["seconds"] = report.seconds
+            report = prune(loaded.module, batches, pattern, recipe, seed=seed, callbacks=callbacks)
+        scores[name] = score(loaded, scoring, length, f"scoring {name}")
+        scores[name]["seconds"] = report.seconds
     assert report is not None
     report.scores = scores
-    facts = {"command": command.shown(), "model": "embedded", "calibration": "embedded text", "seq_len": length}
+    facts = {"command": shown_command(), "model": "embedded", "calibration": "embedded text", "seq_len": length}
     report.settings = {**facts, **report.settings}
     return report
 
@@ -165,14 +165,14 @@ def _faster(folder: Path) -> str:
     from iobs.models.packed import open_packed, packed_share, save_packed
 
     loaded = models.load(folder)
-    work = Workload(str(folder), tokens=64, prompt=32, shape=None, precision="int8", threads=None)
-    size, repeat = models.size_in_bytes(loaded.module), repetition(loaded, work, stored=False)
+    workload = Workload(str(folder), tokens=64, prompt=32, shape=None, precision="int8", threads=None)
+    size, repeat = models.size_in_bytes(loaded.module), repetition(loaded, workload, stored=False)
     before = max(repeat().speed for _ in range(2))
     with tempfile.TemporaryDirectory() as temporary:
         packed = Path(temporary) / "packed"
-        save_packed(folder, packed, precision=work.precision)
+        save_packed(folder, packed, precision=workload.precision)
         share = packed_share(folder, packed)
-        repeat = repetition(open_packed(packed), work, stored=True)
+        repeat = repetition(open_packed(packed), workload, stored=True)
         after = max(repeat().speed for _ in range(3))
     return (
         f"Packed as int8: {size / 1e6:.1f} -> {share * size / 1e6:.1f} MB, {before:,.0f} -> {after:,.0f} tokens/s "
@@ -187,7 +187,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
         AuditError: a zero or the score was lost on the way.
     """
     from iobs import models
-    from iobs.cli.progress import Steps
+    from iobs.cli.progress import ConsoleSteps
     from iobs.data import open_source
     from iobs.errors import AuditError
     from iobs.evaluate import evaluate
@@ -198,7 +198,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
     if zeros < promised:
         raise AuditError(f"{folder} holds {zeros:,} zeros, {promised:,} were made.")
     reloaded = models.load(folder)
-    with Steps("scoring the written model") as steps:
+    with ConsoleSteps("scoring the written model") as steps:
         again = evaluate(reloaded, open_source([], "evaluation", original), progress=steps.update)["perplexity"]
     expected = list(report.scores.values())[-1]["perplexity"]
     if abs(again - expected) > 1e-3 * expected:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from iobs.cli import console
 
 if TYPE_CHECKING:
-    from iobs.cli.run_file import Asked
+    from iobs.cli.run_file import RunSettings
     from iobs.core.budget import Budget
     from iobs.core.structured import Structured
     from iobs.models import LoadedModel
@@ -92,7 +92,7 @@ def _about_the_division(request: Request) -> str:
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
-def show_units(loaded: LoadedModel, store: Store, asked: Asked, as_json: bool) -> None:
+def show_units(loaded: LoadedModel, store: Store, asked: RunSettings, as_json: bool) -> None:
     """Show the units that a run may remove, and what is left of the costs at most.
 
     Args:

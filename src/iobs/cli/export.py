@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from iobs.cli import completion, console
+from iobs.cli import console, options
 from iobs.core.paths import expanded
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
 NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
 
 
-@console.with_groups
+@options.command
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune wrote, or any MODEL.")],
     to: Annotated[
@@ -23,7 +23,7 @@ def export(
         typer.Option(
             metavar="|".join(NAMES),
             help="Format of the files.",
-            autocompletion=completion.words(NAMES),
+            autocompletion=options.complete(NAMES),
             show_default=False,
         ),
     ],
@@ -40,22 +40,32 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            callback=console.at_home,
+            callback=options.expand_home,
             metavar="DIR",
             help="Output directory; MODEL.FORMAT by default.",
             show_default=False,
         ),
     ] = None,
-    shape: console.Shape = None,
-    overwrite: console.Overwrite = False,
-    loading: console.LoadingOnCPU = console.LoadingOnCPU(),  # noqa: B008 - frozen
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    shape: options.Shape = None,
+    overwrite: options.Overwrite = False,
+    loading: options.LoadingOnCPU = options.LoadingOnCPU(),  # noqa: B008 - frozen
+    talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
-    """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers."""
+    """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers.
+
+    Examples:
+        iobs export OUT --to gguf  # writes OUT.gguf/model.gguf for llama.cpp
+        iobs export OUT --to gguf --bits 8 -o FILES  # with weights rounded to 8 bits
+        iobs export OUT --to onnx --bits 8  # a graph for ONNX Runtime, weights rounded to 8 bits
+        iobs export OUT --to macko  # zeros left out, for the GPU kernels of MACKO
+        iobs export OUT --to compressed-tensors --bits 4  # a directory for transformers and vLLM
+        iobs export OUT --to openvino --shape 3,224,224  # a graph for OpenVINO, of your own network for images
+        iobs export OUT --to coreml --bits 16  # a bit mask and 16-bit values, for Core ML
+    """
     from torch import zeros
 
     from iobs.cli.loading import load_model
-    from iobs.cli.progress import Steps
+    from iobs.cli.progress import ConsoleSteps
     from iobs.exports import TARGETS, export, require_packages
     from iobs.models import beside, names_to_replace
     from iobs.models.output import holds
@@ -66,7 +76,7 @@ def export(
         choices = ", ".join(map(str, TARGETS[to].bits))
         raise typer.BadParameter(f"{to} holds {choices} bits, not {bits}", param_hint="--bits")
     loading.require_cpu("files are written from main memory; leave it out")
-    sizes = console.shape_of(shape)
+    sizes = options.parse_shape(shape)
     if output is None and not expanded(model).is_dir():
         raise typer.BadParameter(
             f"{model} is no directory here, so the files have no place beside it; correct it, or say where they go",
@@ -80,7 +90,7 @@ def export(
     require_packages(to)
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")
-    with Steps(f"writing {to}"):
+    with ConsoleSteps(f"writing {to}"):
         example = None if sizes is None else zeros(1, *sizes)
         written = export(loaded, target, to, bits, example, replaceable)
     if talk.as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,23 +17,28 @@ if TYPE_CHECKING:
     from iobs.pruning.report import AuditRow, Report
 
 
-@console.with_groups
+@options.command
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A directory with safetensors files, or a packed one.")],
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            help="Also check this pattern in every pruned layer: 2:4, or 0.5 (after an allocation: over all layers)."
-        ),
-    ] = None,
-    all_layers: Annotated[bool, typer.Option("--all", help="Also list matrices without zeros.")] = False,
-    trust_remote_code: console.TrustRemoteCode = False,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    directory: Path,
+    *,
+    pattern: str | None = None,
+    all_layers: Annotated[bool, typer.Option("--all")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    talk: options.Talk,
 ) -> None:
     """Audit a model directory: count the zeros of every matrix; fewer zeros than requested are an error.
 
     The requested zeros are those in report.json, if it exists, and those of --pattern. report.json also names the
     pruned layers.
+
+    Args:
+        directory: A directory with safetensors files, or a packed one.
+        pattern: Also check this pattern in every pruned layer: 2:4, or 0.5 (after an allocation: over all layers).
+        all_layers: Also list matrices without zeros.
+
+    Examples:
+        iobs inspect OUT  # count the zeros, and compare them with report.json
+        iobs inspect OUT --pattern 2:4 --json  # check a pattern too
     """
     from rich.text import Text
 
@@ -41,7 +46,7 @@ def inspect(
     from iobs.models.bitmasks import unpacked
     from iobs.models.packed import is_packed
     from iobs.report import audit_table
-    from iobs.report.numbers import percent
+    from iobs.report.formats import percent
 
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
@@ -51,14 +56,14 @@ def inspect(
         files = directory
         if is_packed(directory):
             files = stack.enter_context(unpacked(directory))
-        found = _audited(directory, files, pattern, trust_remote_code)
-    rows, sparse, stray = found.rows, found.sparse, found.stray
+        result = _audit(directory, files, pattern, trust_remote_code)
+    rows, sparse, stray = result.rows, result.sparse, result.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
     if talk.as_json:
         layers = [{"layer": row.name, "shape": row.shape, "zeros": row.zeros} for row in rows]
         pruned = [row.name for row in sparse]
         console.print_json(
-            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": found.checked, "layers": layers}
+            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": result.checked, "layers": layers}
         )
         return
     out = console.output_console()
@@ -73,14 +78,14 @@ def inspect(
             out.print(f"{dense} {'matrix has' if dense == 1 else 'matrices have'} no zero")
     else:
         out.print(f"No zeros in {len(rows)} matrices: this model is dense.")
-    for line in found.units:
+    for line in result.units:
         out.print(line)
-    for line in found.checked:
+    for line in result.checked:
         out.print(Text.assemble(("✓", "green"), " ", line))
 
 
 @dataclass
-class _Findings:
+class _InspectResult:
     """Audit rows of all matrices and of the pruned matrices, each check that passed, and counts of units, in words."""
 
     rows: list[AuditRow]
@@ -95,7 +100,7 @@ class _Findings:
         return [row for row in self.rows if row.zeros and row.name not in names]
 
 
-def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_code: bool) -> _Findings:
+def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code: bool) -> _InspectResult:
     """Count the zeros of the files, and compare them with the pattern and with the directory's report.json.
 
     Raises:
@@ -113,27 +118,27 @@ def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_cod
     checked = []
     if pattern is None:
         rows = audit(files)
-        known = promised <= {row.name for row in rows}
+        has_promised = promised <= {row.name for row in rows}
     else:
-        wanted = patterns.parse(pattern)
+        parsed = patterns.parse(pattern)
         source: Path | nn.Module = files
         # Without a report, a matrix of the files that is no layer could count as pruned.
         names = matrices_in_files(files) if promised else None
         if names is None:  # load the model: its files do not say whether a matrix is stored transposed
             source = models.load(files, trust_remote_code=trust_remote_code).module
             names = [layer.name for layer in find_layers(source)]
-        known = promised <= {*names}
-        if report is not None and report.allocation and known and isinstance(wanted, patterns.Unstructured):
+        has_promised = promised <= {*names}
+        if report is not None and report.allocation and has_promised and isinstance(parsed, patterns.Unstructured):
             rows = audit(source)
-            check_together([row for row in rows if row.name in promised], wanted)
-            checked.append(f"these layers, among which zeros were spread, satisfy {wanted} together")
+            check_together([row for row in rows if row.name in promised], parsed)
+            checked.append(f"these layers, among which zeros were spread, satisfy {parsed} together")
         else:
-            rows = audit(source, wanted, promised if promised and known else None)
-            checked.append(f"every one of these layers satisfies {wanted}")
+            rows = audit(source, parsed, promised if promised and has_promised else None)
+            checked.append(f"every one of these layers satisfies {parsed}")
         if source is files:  # which have another order, and embeddings
             places = {name: place for place, name in enumerate(names)}
             rows = sorted((row for row in rows if row.name in places), key=lambda row: places[row.name])
-    if promised and known:
+    if promised and has_promised:
         sparse = [row for row in rows if row.name in promised]
     else:
         sparse = [row for row in rows if (row.zeros if pattern is None else row.asked)]
@@ -141,7 +146,7 @@ def _audited(directory: Path, files: Path, pattern: str | None, trust_remote_cod
         require_promised(rows, report.audit, directory)
     if report is not None and not isinstance(report, StructuredReport):
         checked.append(f"at least the {report.zeros:,} zeros that {file} promises, layer by layer")
-    return _Findings(rows, sparse, checked, report.counts() if isinstance(report, StructuredReport) else [])
+    return _InspectResult(rows, sparse, checked, report.counts() if isinstance(report, StructuredReport) else [])
 
 
 def _report(directory: Path) -> tuple[Path | None, Report | None]:

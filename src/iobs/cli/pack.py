@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 
 # File names by which an output of this command is known, packed and dense: only such an output is replaced.
 _MARKS = {False: ("*.packed",), True: ("recipe.yaml", "iobs.json")}
 
 
-@console.with_groups
+@options.command
 def pack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that iobs prune wrote.")],
     output: Annotated[
@@ -22,7 +22,7 @@ def pack(
         typer.Option(
             "--output",
             "-o",
-            callback=console.at_home,
+            callback=options.expand_home,
             metavar="DIR",
             help="Output directory; DIR.packed by default, DIR.dense with --unpack.",
             show_default=False,
@@ -37,11 +37,17 @@ def pack(
         ),
     ] = None,
     back: Annotated[bool, typer.Option("--unpack", help="Convert a packed directory back to dense files.")] = False,
-    overwrite: console.Overwrite = False,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    overwrite: options.Overwrite = False,
+    talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
-    """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run."""
-    from iobs.cli.progress import Steps
+    """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run.
+
+    Examples:
+        iobs pack OUT  # writes OUT.packed
+        iobs pack OUT --precision int8  # rounded, for iobs run and iobs evaluate as it is
+        iobs pack --unpack OUT.packed -o DENSE  # ordinary files again
+    """
+    from iobs.cli.progress import ConsoleSteps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
     from iobs.models.bitmasks import unpack, unpacked_bytes
@@ -59,14 +65,14 @@ def pack(
         raise typer.BadParameter(reason, param_hint="--output / -o")
     if back:
         check_output(target, unpacked_bytes(directory), replaceable)
-        with output_directory(target, replaceable) as temporary, Steps("unpacking"):
+        with output_directory(target, replaceable) as temporary, ConsoleSteps("unpacking"):
             unpack(directory, temporary)
         if talk.as_json:
             console.print_json({"output": str(target)})
         else:
             out.print(f"Written: {target}")
         return
-    with Steps("packing"):
+    with ConsoleSteps("packing"):
         save_packed(directory, target, replaceable, precision)
     share = packed_share(directory, target)
     if talk.as_json:

@@ -9,11 +9,11 @@ from typing import Annotated, TextIO
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 from iobs.core.whole_files import whole_file
 
 
-@console.with_groups
+@options.command
 def predict(
     model: Annotated[Path, typer.Argument(help="The model that iobs solve ... -o wrote.", show_default=False)],
     data: Annotated[Path, typer.Argument(help="A table with the columns that the model uses.", show_default=False)],
@@ -22,16 +22,21 @@ def predict(
         typer.Option(
             "--output",
             "-o",
-            callback=console.at_home,
+            callback=options.expand_home,
             help="Write the predictions as .csv; without it they are printed.",
             show_default=False,
         ),
     ] = None,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Predict the rows of a new table with a model that `iobs solve` wrote.
 
     A table that lacks a column, or has levels that the model does not know, is refused with all problems at once.
+
+    Examples:
+        iobs predict model.json new.csv  # predict the rows of a new table
+        iobs predict model.json new.csv -o predictions.csv  # write the predictions to a file
+        iobs predict model.json new.csv --json  # the columns of predictions, for a program
     """
     from iobs.data.fitted import Fitted
     from iobs.errors import OutputError

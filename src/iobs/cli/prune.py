@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iobs.cli import console
-from iobs.cli.method import Method, Wanted, option
+from iobs.cli import console, options
+from iobs.cli.prune_options import CalibrationOptions, LayerOptions, MethodOptions, PatternOptions
 
 if TYPE_CHECKING:
     from iobs.cli.by_blocks import Streams
-    from iobs.cli.run_file import Asked
-    from iobs.cli.running import Place
+    from iobs.cli.run_file import RunSettings
+    from iobs.cli.running import OutputPlace
     from iobs.data import Source
     from iobs.models import LoadedModel
     from iobs.pruning.recipe import Changes
@@ -25,145 +24,109 @@ if TYPE_CHECKING:
     from iobs.pruning.workspace import Request
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Options for calibration and evaluation data."""
-
-    data: console.Data = None
-    samples: Annotated[
-        int | None, option("N", "Number of calibration samples (default 128).", console.DATA_PANEL, least=1)
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        option("N", "Tokens per sample (default 2048); at most the model's context.", console.DATA_PANEL, least=2),
-    ] = None
-    batch_size: Annotated[
-        int | None, option("N", "Samples per forward pass (default 8).", console.DATA_PANEL, least=1)
-    ] = None
-    eval_data: Annotated[
-        list[str] | None,
-        option(
-            "SOURCE",
-            "Score the model before and after on these data; by default only the embedded model is scored.",
-            console.DATA_PANEL,
-        ),
-    ] = None
-
-
-@console.with_groups
+@options.command
 def prune(
-    model: console.Model = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=console.at_home,
-            metavar="DIR",
-            help="Directory to write; new, empty, or with --overwrite an earlier output.",
-            show_default=False,
-        ),
-    ] = None,
-    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
-    method: Method = Method(),  # noqa: B008 - frozen
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be pruned, and stop.")] = False,
-    overwrite: console.Overwrite = False,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Keep a checkpoint in DIR.checkpoint, and continue the one that is there."),
-    ] = False,
-    low_memory: Annotated[
-        bool | None,
-        typer.Option(
-            "--low-memory/--no-low-memory",
-            help="Two or three blocks in memory at a time, instead of the model; --dry-run shows what it takes.",
-            show_default=False,
-        ),
-    ] = None,
-    streams: Annotated[
-        str | None,
-        typer.Option(
-            "--streams",
-            metavar="PLACE",
-            help="By blocks: hidden states on device, in memory or on disk (beside DIR); default auto, where room is.",
-            show_default=False,
-        ),
-    ] = None,
-    calibration: Calibration = Calibration(),
-    loading: console.Loading = console.Loading(),  # noqa: B008 - frozen
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    model: options.Model = None,
+    *,
+    output: options.Output = None,
+    pattern: PatternOptions,
+    method: MethodOptions,
+    layers: LayerOptions,
+    dry_run: bool = False,
+    overwrite: options.Overwrite = False,
+    resume: bool = False,
+    low_memory: Annotated[bool | None, typer.Option("--low-memory/--no-low-memory")] = None,
+    streams: str | None = None,
+    calibration: CalibrationOptions,
+    loading: options.Loading,
+    talk: options.Talk,
 ) -> None:
-    """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml."""
-    from iobs.cli.by_blocks import Streams, prune_low_memory, refuse_streams
-    from iobs.cli.running import Place, saying_how_to_continue
+    """Prune MODEL and write it to a directory that loads as before, with report.html, report.json and recipe.yaml.
 
-    asked = _asked(wanted, method, calibration, loading.dtype, low_memory)
-    _refuse_units(asked, model)
+    Args:
+        output (DIR): Directory to write; new, empty, or with --overwrite an earlier output.
+        dry_run: Show what would be pruned, and stop.
+        resume: Keep a checkpoint in DIR.checkpoint, and continue the one that is there.
+        low_memory: Two or three blocks in memory at a time, instead of the model; --dry-run shows what it takes.
+        streams (PLACE): By blocks: hidden states on device, in memory or on disk (beside DIR); default auto, where
+            room is.
+
+    Examples:
+        iobs prune MODEL -o OUT --sparsity 50%  # a Hugging Face directory or name
+        iobs prune net.py:model -o OUT --data net.py:batches --recipe best  # a network of your own, fine-tuned
+        iobs prune MODEL -o OUT --pattern 2:4 --ignore '*.down_proj' --resume  # with a checkpoint
+        iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml  # the same run again
+    """
+    from iobs.cli.by_blocks import Streams, prune_low_memory, refuse_streams
+    from iobs.cli.running import OutputPlace, saying_how_to_continue
+
+    settings = _settings(
+        pattern, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
+    )
+    _refuse_units(settings, model)
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
-    place = Place.of(model, output, overwrite, resume)
-    if asked.options.low_memory:
-        _refuse_whole(asked, calibration, loading)
+    place = OutputPlace.of(model, output, overwrite, resume)
+    if settings.options.low_memory:
+        _refuse_whole(settings, calibration, loading)
     elif streams is not None:
         refuse_streams(streams, loading.device)
     failure = None
     with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
-        if asked.options.low_memory:
-            prune_low_memory(model, asked, loading.device, place, dry_run, talk.as_json, streams or "auto")
+        if settings.options.low_memory:
+            prune_low_memory(model, settings, loading.device, place, dry_run, talk.as_json, streams or "auto")
         else:
-            kept = Streams.of(streams, place.output)
-            failure = _prune_resident(model, asked, calibration.eval_data, loading, place, kept, dry_run, talk.as_json)
+            failure = _prune_resident(
+                model,
+                settings,
+                eval_data=calibration.eval_data,
+                loading=loading,
+                place=place,
+                streams=Streams.of(streams, place.output),
+                dry_run=dry_run,
+                as_json=talk.as_json,
+            )
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if failure is not None:  # a script must not take a model without its scores for one that was scored
         raise typer.Exit(1)
 
 
-def _asked(
-    wanted: Wanted, method: Method, calibration: Calibration, dtype: str | None, low_memory: bool | None
-) -> Asked:
+def _settings(pattern_options: PatternOptions, method: MethodOptions, others: dict[str, object]) -> RunSettings:
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
+    Args:
+        pattern_options: what becomes smaller.
+        method: recipe, and changes of it.
+        others: values of further options by name; those that are no fields of `RunOptions` are ignored.
+
     Raises:
-        typer.BadParameter: --sparsity beside --pattern.
+        typer.BadParameter: options that exclude each other.
         ProblemError, PatternError: choices that are unknown or exclude each other.
     """
-    from iobs.cli.run_file import Asked, RunOptions, read_recipe
+    from dataclasses import fields
+
+    from iobs.cli.run_file import RunOptions, RunSettings, read_recipe
     from iobs.core.structured import Structured
     from iobs.pruning.allocation.counts import under_pattern
-    from iobs.pruning.recipe import as_allocation
-    from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
+    from iobs.pruning.recipe import NETWORK_SOLVERS, as_allocation
 
-    if wanted.pattern is not None and wanted.sparsity is not None:
-        raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
-    usual = "one-shot" if method.solver in NETWORK_SOLVERS else "fast"
+    pattern = pattern_options.parse()
+    name = method.recipe or ("one-shot" if method.solver in NETWORK_SOLVERS else "fast")
     changes: Changes = {}
     if method.solver is not None:
         changes["solver"] = method.solver
     if method.rounds is not None:
         changes["rounds"] = method.rounds
-    pattern = wanted.parsed()
-    recipe, run = read_recipe(
-        method.recipe or usual, changes, method.settings or [], units=isinstance(pattern, Structured)
-    )
-    given = {
-        "pattern": pattern,
-        "seed": method.seed,
-        "include": method.include,
-        "ignore": method.ignore,
-        "data": calibration.data,
-        "samples": calibration.samples,
-        "seq_len": calibration.seq_len,
-        "batch_size": calibration.batch_size,
-        "dtype": dtype,
-        "low_memory": low_memory,
-    }
-    options = RunOptions.of(given, run, judged=recipe.blocks is not None)
+    recipe, run = read_recipe(name, changes, method.settings or [], units=isinstance(pattern, Structured))
+    values = {**others, "pattern": pattern, "seed": method.seed}
+    of_run = {field.name: values[field.name] for field in fields(RunOptions) if field.name in values}
+    options = RunOptions.of(of_run, run, judged=recipe.blocks is not None)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
-    return Asked(recipe, options)
+    return RunSettings(recipe, options)
 
 
-def _refuse_units(asked: Asked, model: str | None) -> None:
+def _refuse_units(settings: RunSettings, model: str | None) -> None:
     """Refuse, before the model is loaded, units that cannot be written.
 
     Raises:
@@ -172,7 +135,7 @@ def _refuse_units(asked: Asked, model: str | None) -> None:
     from iobs.core.structured import Structured
     from iobs.models.factory import is_built_by_code
 
-    pattern, by_code = asked.options.pattern, is_built_by_code(model or "")
+    pattern, by_code = settings.options.pattern, is_built_by_code(model or "")
     if not isinstance(pattern, Structured):
         return
     if pattern.uniform is False and not by_code:
@@ -189,17 +152,17 @@ def _refuse_units(asked: Asked, model: str | None) -> None:
         )
 
 
-def _refuse_whole(asked: Asked, calibration: Calibration, loading: console.Loading) -> None:
+def _refuse_whole(settings: RunSettings, calibration: CalibrationOptions, loading: options.Loading) -> None:
     """Refuse options that need the whole model in memory."""
     from iobs.core.structured import Structured
 
-    given = {
-        "--pattern structured": isinstance(asked.options.pattern, Structured),
+    reasons = {
+        "--pattern structured": isinstance(settings.options.pattern, Structured),
         "--eval-data": calibration.eval_data,
         "--allow-pickle": loading.allow_pickle,
         "--trust-remote-code": loading.trust_remote_code,
     }
-    whole = [name for name, value in given.items() if value]
+    whole = [name for name, reason in reasons.items() if reason]
     if whole:
         raise typer.BadParameter(
             f"{', '.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
@@ -208,10 +171,10 @@ def _refuse_whole(asked: Asked, calibration: Calibration, loading: console.Loadi
 
 def _prune_resident(
     model: str | None,
-    asked: Asked,
+    settings: RunSettings,
     eval_data: list[str] | None,
-    loading: console.Loading,
-    place: Place,
+    loading: options.Loading,
+    place: OutputPlace,
     streams: Streams,
     dry_run: bool,
     as_json: bool,
@@ -224,7 +187,7 @@ def _prune_resident(
     from iobs.cli.by_blocks import plan_of, run_where_it_fits, store_of
     from iobs.cli.dry_run import show_layers, show_units
     from iobs.cli.loading import batches_of_run, checked_device, load_model
-    from iobs.cli.results import write_results
+    from iobs.cli.running import write_results
     from iobs.core.structured import Structured
     from iobs.data import open_source
     from iobs.models import check_output, output_directory, size_in_bytes
@@ -232,46 +195,46 @@ def _prune_resident(
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
 
-    options, request = asked.options, None
+    run_options, request = settings.options, None
     output, checkpoint = place.output, place.checkpoint
     device = checked_device(loading.device)
-    loaded = load_model(model, options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
-    if not isinstance(options.pattern, Structured):  # units are found by a forward pass, and their names in the run
-        selection = Store(loaded.module).select(options.include, options.ignore, asked.recipe.depthwise)
+    loaded = load_model(model, run_options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
+    if not isinstance(run_options.pattern, Structured):  # units are found by a forward pass, and their names in the run
+        selection = Store(loaded.module).select(run_options.include, run_options.ignore, settings.recipe.depthwise)
         selection, request = requested(
-            asked.recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
+            settings.recipe, run_options.pattern, selection, run_options.holdout, run_options.seed, checkpoint
         )
     store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run and request is None:
-        show_units(loaded, store, asked, as_json)
+        show_units(loaded, store, settings, as_json)
         return None
     if dry_run:
         assert request is not None
-        plan = None if store.whole else plan_of(store, request, batches_of_run(loaded, options)[2])
-        if options.data:
-            open_source([*options.data], "calibration", loaded)
+        plan = None if store.whole else plan_of(store, request, batches_of_run(loaded, run_options)[2])
+        if run_options.data:
+            open_source([*run_options.data], "calibration", loaded)
         if current().first:
             show_layers(request, selection.skipped, as_json, plan)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
     report, failure = run_where_it_fits(
-        lambda store: _run(loaded, store, asked, scoring, checkpoint, request), loaded, store, request, streams
+        lambda store: _run(loaded, store, settings, scoring, checkpoint, request), loaded, store, request, streams
     )
     if not current().first:
         return None
     with output_directory(output, place.replaceable) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
-        asked.write(temporary)
+        settings.write(temporary)
     place.finish()
     _show(report, output, loaded.source, as_json)
     return failure
 
 
 def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
-    """Evaluation data: as asked, for the embedded model its held-out text, otherwise none."""
-    from iobs.cli.results import open_evaluation
+    """Evaluation data: those of --eval-data, for the embedded model its held-out text, otherwise none."""
+    from iobs.cli.running import open_evaluation
     from iobs.models import EMBEDDED
 
     if specs or loaded.source == str(EMBEDDED):
@@ -282,7 +245,7 @@ def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None
 def _run(
     loaded: LoadedModel,
     store: Store,
-    asked: Asked,
+    settings: RunSettings,
     scoring: Source | None,
     checkpoint: Path | None,
     request: Request | None,
@@ -294,23 +257,22 @@ def _run(
     """
     from iobs.cli.by_blocks import plan_of, show_plan
     from iobs.cli.loading import batches_of_run
-    from iobs.cli.results import score
-    from iobs.cli.running import prune_as_asked
+    from iobs.cli.running import prune_with_progress, score
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
 
-    options = asked.options
-    name, window, batches = batches_of_run(loaded, options)
+    run_options = settings.options
+    name, window, batches = batches_of_run(loaded, run_options)
     if request is not None and (plan := plan_of(store, request, batches)) is not None:
         show_plan(plan, console.say)
     with store.runnable():
-        dense = score(loaded, scoring, options.seq_len, "scoring the dense model")
+        dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}
     shown = [BeforeAfter(batches, loaded.tokenizer)] if store.whole else []  # every token would move all blocks
-    report = prune_as_asked(store, batches, asked, checkpoint, facts, shown)
+    report = prune_with_progress(store, batches, settings, checkpoint, facts, shown)
     try:
         with store.runnable():
-            pruned = score(loaded, scoring, options.seq_len, "scoring the pruned model")
+            pruned = score(loaded, scoring, run_options.seq_len, "scoring the pruned model")
     except (Exception, KeyboardInterrupt) as error:
         report.notes.append(f"The pruned model could not be scored: {first_line(error)}")
         console.warn(report.notes[-1])

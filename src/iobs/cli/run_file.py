@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from iobs.core.paths import expanded
 from iobs.core.patterns import Pattern, Unstructured, share
-from iobs.data.documents import CORPORA
+from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
 from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
-from iobs.pruning.recipe.settings import changed
+from iobs.pruning.recipe.parts import require_count, require_flag
 from iobs.pruning.recipe.structured import as_structured_recipe
-from iobs.pruning.recipe.text import RUN, dumped, pattern_of, plain_pattern, read_yaml
+from iobs.pruning.recipe.text import RUN, dump_yaml, parse_pattern, plain_pattern, read_yaml, with_settings
 
 RUN_FILE = "recipe.yaml"
 
@@ -58,9 +57,7 @@ class RunOptions:
         """Check the values of a file; on the command line most options are checked when they are read."""
         require_numbers(self.holdout, self.seed)
         for name, least in (("samples", 1), ("seq_len", 2), ("batch_size", 1)):
-            value = getattr(self, name)
-            if not is_a(Integral, value) or value < least:
-                raise ProblemError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+            require_count(name, getattr(self, name), least)
         for name in ("include", "ignore", "data"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -69,45 +66,44 @@ class RunOptions:
                 raise ProblemError(f"{name} must be a list of texts, got {value!r}.")
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise ProblemError(f"dtype must be a name such as float32, got {self.dtype!r}.")
-        if not isinstance(self.low_memory, bool):
-            raise ProblemError(f"low_memory must be true or false, got {self.low_memory!r}.")
+        require_flag("low_memory", self.low_memory)
 
     @classmethod
-    def of(cls, *layers: Mapping[str, Any], judged: bool = True) -> RunOptions:
+    def of(cls, *sources: Mapping[str, Any], judged: bool = True) -> RunOptions:
         """Options from several mappings; the first one that has a value other than None wins.
 
         Args:
-            *layers: the mappings.
+            *sources: the mappings.
             judged: the recipe has gradient steps that held-out samples judge. Otherwise a run in the memory of one
                 block holds none out by default, because they need Gram matrices of their own.
 
         Raises:
             ProblemError: an unknown key.
         """
-        known = [one.name for one in fields(cls)]
-        found: dict[str, Any] = {}
-        for layer in layers:
-            unknown = sorted(str(name) for name in layer.keys() - set(known))
+        names = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {}
+        for source in reversed(sources):
+            unknown = sorted(str(name) for name in source.keys() - set(names))
             if unknown:
                 raise ProblemError(
-                    f"The section run of a recipe has no key {', '.join(unknown)}; the keys are {', '.join(known)}."
+                    f"The section run of a recipe has no key {', '.join(unknown)}; the keys are {', '.join(names)}."
                 )
-            found = {**{name: value for name, value in layer.items() if value is not None}, **found}
-        if found.get("low_memory") and not judged:
-            found.setdefault("holdout", 0.0)
-        if "pattern" in found and not hasattr(found["pattern"], "groups"):
-            found["pattern"] = pattern_of(found["pattern"])
-        return cls(**found)
+            values |= {name: value for name, value in source.items() if value is not None}
+        if values.get("low_memory") and not judged:
+            values.setdefault("holdout", 0.0)
+        if "pattern" in values and not hasattr(values["pattern"], "groups"):
+            values["pattern"] = parse_pattern(values["pattern"])
+        return cls(**values)
 
     def as_dict(self, folder: Path) -> dict[str, Any]:
         """Plain types for a file in a folder; existing files among the data by their path from there."""
-        data = [_placed(one, folder) for one in self.data]
+        data = [_relative_to(folder, source) for source in self.data]
         values = {**vars(self), "pattern": plain_pattern(self.pattern), "data": data}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunSettings:
     """Settings of a command: a recipe and the options of the run."""
 
     recipe: Recipe
@@ -116,8 +112,7 @@ class Asked:
     def write(self, folder: Path) -> None:
         """Write recipe.yaml; `iobs prune --recipe` repeats the run from it."""
         values = {**self.recipe.to_dict(complete=True), RUN: self.options.as_dict(destination(folder))}
-        text = dumped(values)
-        (folder / RUN_FILE).write_text(text, encoding="utf8")
+        (folder / RUN_FILE).write_text(dump_yaml(values), encoding="utf8")
 
 
 def read_recipe(
@@ -138,43 +133,46 @@ def read_recipe(
         if not isinstance(run, dict):
             raise ProblemError(f"The section run of {name} must be lines such as `seed: 0`, got {run!r}.")
         if isinstance(run.get("data"), list):
-            run["data"] = [_found(one, expanded(name).parent) if isinstance(one, str) else one for one in run["data"]]
+            folder = expanded(name).parent
+            run["data"] = [_in_folder(folder, source) if isinstance(source, str) else source for source in run["data"]]
         recipe = Recipe.from_dict(values)
     else:
         recipe = as_structured_recipe(name) if units else as_recipe(name)
-    found: dict[str, str] = {}
+    fields_as_text: dict[str, str] = {}
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise ProblemError(f"--set takes KEY=VALUE, such as rounds.count=3; got {setting!r}.")
-        if key == "holdout":
-            run["holdout"] = _share(text)
-        else:
-            found[key] = text
-    return changed(recipe.but(**changes), found), run
+        if key != "holdout":
+            fields_as_text[key] = text
+            continue
+        try:
+            run["holdout"] = share(text)
+        except PatternError:
+            raise ProblemError(f"holdout must be a number in [0, 1), got {text!r}.") from None
+    return with_settings(recipe.but(**changes), fields_as_text), run
 
 
-def _placed(source: str, folder: Path) -> str:
-    """A data source with the path of its file from a folder, if there is a file."""
+def _file_of(source: str) -> tuple[str, str]:
+    """A data source as its file and the rest, which is ":function" for a function of a file."""
     file, colon, function = source.rpartition(":") if is_function_spec(source) else (source, "", "")
+    return file, f"{colon}{function}"
+
+
+def _relative_to(folder: Path, source: str) -> str:
+    """A data source with the path of its file from a folder, if there is a file."""
+    file, function = _file_of(source)
     path = expanded(file)
     if source in CORPORA or not path.exists():
         return source
     try:
-        return f"{os.path.relpath(path.resolve(), folder.resolve())}{colon}{function}"
+        return os.path.relpath(path.resolve(), folder.resolve()) + function
     except ValueError:  # another drive
-        return f"{path.resolve()}{colon}{function}"
+        return f"{path.resolve()}{function}"
 
 
-def _found(source: str, folder: Path) -> str:
+def _in_folder(folder: Path, source: str) -> str:
     """A data source of a recipe in a folder: with the path of its file, if there is a file at its path from there."""
-    file, colon, function = source.rpartition(":") if is_function_spec(source) else (source, "", "")
+    file, function = _file_of(source)
     path = folder / file
-    return f"{os.path.normpath(path)}{colon}{function}" if source not in CORPORA and path.exists() else source
-
-
-def _share(text: str) -> float:
-    try:
-        return share(text)
-    except PatternError:
-        raise ProblemError(f"holdout must be a number in [0, 1), got {text!r}.") from None
+    return f"{os.path.normpath(path)}{function}" if source not in CORPORA and path.exists() else source

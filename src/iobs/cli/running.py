@@ -1,8 +1,13 @@
-"""The run of a command: `iobs.prune` with its options, and the message when the user stops it."""
+"""The run of a command: the command line, output, pruning with progress, scores, and what is written at the end."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,20 +16,67 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 
-from iobs.cli import command, console
+import iobs
+from iobs.cli import console
+from iobs.cli.progress import ConsoleSteps, Watch
+from iobs.cli.run_file import RunSettings
+from iobs.core.paths import expanded
+from iobs.data import Source, TextSource, open_source
+from iobs.evaluate import evaluate
+from iobs.models import LoadedModel, beside, check_output, names_to_replace
+from iobs.models.factory import is_function_spec
+from iobs.models.output import holds, with_licence
+from iobs.pruning.audit import audit, require_promised
+from iobs.pruning.report import Report
+from iobs.pruning.runtime.ranks import current
+from iobs.report import render_card, write_report
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from iobs.cli.run_file import Asked
     from iobs.data import Batch
     from iobs.pruning.callbacks import Callback
-    from iobs.pruning.report import Report
     from iobs.pruning.store import Store
+
+# An option in one word with its value, as in --data=FILE and -oDIR.
+_OPTION = re.compile(r"--[\w-]+=|-\w(?=.)")
+
+
+def typed_command(processes: int = 1) -> str:
+    """The command that started this process, ready to be typed again.
+
+    Args:
+        processes: number of processes that torchrun started.
+    """
+    start = ["iobs"] if processes == 1 else ["torchrun", f"--nproc-per-node={processes}", "-m", "iobs"]
+    return _joined([*start, *sys.argv[1:]])
+
+
+def shown_command() -> str:
+    """The command of this process without the folders of this machine, for the report.
+
+    An absolute path below the current folder becomes relative; of any other absolute path only the name remains.
+    """
+    return _joined(["iobs", *map(_without_folders, sys.argv[1:])])
+
+
+def _without_folders(argument: str) -> str:
+    option = _OPTION.match(argument)
+    start = option.end() if option is not None else 0
+    path = expanded(argument[start:])
+    if not path.is_absolute():
+        return argument
+    here = Path.cwd()
+    return argument[:start] + (str(path.relative_to(here)) if path.is_relative_to(here) else path.name)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """The words as one line, quoted for the shell of this system."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPlace:
     """Output directory and checkpoint of a run.
 
     Attributes:
@@ -45,18 +97,16 @@ class Place:
             typer.BadParameter: the output is the model itself.
             OutputError: the output exists and may not be replaced, or cannot be written.
         """
-        from iobs.models import beside, check_output, names_to_replace
-        from iobs.models.factory import is_function_spec
-        from iobs.models.output import holds
-
         if output is None:
             return cls(None)
         replaceable = names_to_replace(output, ("recipe.yaml",), overwrite)
         if replaceable and model is not None:
             source = Path(model.rpartition(":")[0] if is_function_spec(model) else model)
             if holds(output, source):  # everything in the directory is replaced
-                told = "this is MODEL itself or holds it, and MODEL would be removed; give another directory"
-                raise typer.BadParameter(told, param_hint="--output / -o")
+                raise typer.BadParameter(
+                    "this is MODEL itself or holds it, and MODEL would be removed; give another directory",
+                    param_hint="--output / -o",
+                )
         check_output(output, replaceable=replaceable)
         checkpoint = beside(output, "checkpoint")
         if checkpoint.is_dir() and not resume:
@@ -69,20 +119,20 @@ class Place:
             shutil.rmtree(self.checkpoint)
 
 
-def prune_as_asked(
+def prune_with_progress(
     model: nn.Module | Store,
     batches: list[Batch],
-    asked: Asked,
+    settings: RunSettings,
     checkpoint: Path | None,
     facts: Mapping[str, object],
     callbacks: Sequence[Callback] = (),
 ) -> Report:
-    """Prune a model as a command line or a recipe.yaml asks, with progress on the console.
+    """Prune a model with the settings of a command line or a recipe.yaml, and progress on the console.
 
     Args:
         model: as in `iobs.prune`.
         batches: calibration data.
-        asked: recipe and options.
+        settings: recipe and options.
         checkpoint: directory of intermediate results, or None.
         facts: further settings for the report, such as the name of the model.
         callbacks: further callbacks of the run.
@@ -93,17 +143,13 @@ def prune_as_asked(
     Raises:
         IOBSError: as `iobs.prune`.
     """
-    import iobs
-    from iobs.cli.progress import Steps
-    from iobs.cli.watch import Watch
-
-    options = asked.options
-    with Steps("pruning") as steps:
+    options = settings.options
+    with ConsoleSteps("pruning") as steps:
         report = iobs.prune(
             model,
             batches,
             options.pattern,
-            asked.recipe,
+            settings.recipe,
             include=options.include,
             ignore=options.ignore,
             holdout=options.holdout,
@@ -111,7 +157,7 @@ def prune_as_asked(
             callbacks=[Watch(steps), *callbacks],
             checkpoint=checkpoint,
         )
-    report.settings = {"command": command.shown(), **facts, **report.settings}
+    report.settings = {"command": shown_command(), **facts, **report.settings}
     return report
 
 
@@ -122,12 +168,10 @@ def saying_how_to_continue(checkpoint: Path | None) -> Iterator[None]:
     Args:
         checkpoint: directory of intermediate results; None without --resume.
     """
-    from iobs.pruning.runtime.ranks import current
-
     try:
         yield
     except KeyboardInterrupt:
-        again = command.typed(current().size)
+        again = typed_command(current().size)
         if checkpoint is None:
             console.warn("Nothing of this run is saved; with --resume a stopped run can be continued.")
         elif any(checkpoint.glob("*.safetensors")):
@@ -135,3 +179,55 @@ def saying_how_to_continue(checkpoint: Path | None) -> Iterator[None]:
         else:
             console.warn(f"Nothing of this run is saved yet. Start it again with: {again}")
         raise
+
+
+_TRIAL_SAMPLES = 8  # samples of a trial run that checks whether evaluation data fits the model
+
+
+def score(loaded: LoadedModel, source: Source | None, length: int, description: str) -> dict[str, float]:
+    """Scores on evaluation data; empty without a source."""
+    if source is None:
+        return {}
+    with ConsoleSteps(description) as steps:
+        return evaluate(loaded, source, length=length, progress=steps.update)
+
+
+def open_evaluation(loaded: LoadedModel, specs: list[str]) -> Source:
+    """Open evaluation data, once for all compared models: a function may return other data the next time.
+
+    Data other than text is tried on a few samples, to find out early whether it fits the network.
+
+    Raises:
+        DataError: the data does not fit the network, or cannot be read.
+    """
+    source = open_source(specs, "evaluation", loaded)
+    if not isinstance(source, TextSource):
+        evaluate(loaded, source, limit=_TRIAL_SAMPLES)
+    return source
+
+
+def write_results(loaded: LoadedModel, report: Report, directory: Path, model_folder: str | None) -> None:
+    """Write the model and its card, check the zeros in the written files, and write the report.
+
+    Args:
+        loaded: the pruned model.
+        report: its report.
+        directory: an existing directory for the report.
+        model_folder: subfolder of `directory` for the model; None writes the model into `directory`.
+
+    Raises:
+        AuditError: the written files hold fewer zeros than the report says.
+    """
+    folder = directory if model_folder is None else directory / model_folder
+    folder.mkdir(exist_ok=True)
+    loaded.write(folder)
+    require_promised(audit(folder), report.audit, folder)  # a dtype conversion while writing could lose zeros
+    library = "transformers" if (folder / "config.json").is_file() else None
+    write_card(report, library, folder, folder / "README.md")
+    write_report(report, directory)
+
+
+def write_card(report: Report, library: str | None, folder: Path, original: Path) -> None:
+    """Write the model card, with the licence of the original model card if it states one."""
+    card = render_card(report, str(report.settings["model"]), library)
+    (folder / "README.md").write_text(with_licence(card, original), encoding="utf8", errors="backslashreplace")

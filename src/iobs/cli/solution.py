@@ -243,7 +243,7 @@ def write(file: Path, model: JSONObject) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    from iobs.report.numbers import to_json
+    from iobs.report.formats import to_json
 
     with whole_file(file) as written:
         written.write_text(to_json(model) + "\n", encoding="utf8")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from iobs.cli import console
+from iobs.cli import console, options
 from iobs.cli.solve_options import Columns, Limits, Proofs, Selection
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NEAR_SECONDS = 60.0  # time limit of --near without --certify
 
 
-@console.with_groups
+@options.command
 def solve(
     data: Annotated[
         Path,
@@ -51,25 +51,33 @@ def solve(
     proofs: Proofs = Proofs(),  # noqa: B008 - frozen
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", callback=console.at_home, help="Write the model (JSON).", show_default=False),
+        typer.Option(
+            "--output", "-o", callback=options.expand_home, help="Write the model (JSON).", show_default=False
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            callback=console.at_home,
+            callback=options.expand_home,
             help="Plot the score and coefficients for every k to this file.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
-    talk: console.Talk = console.Talk(),  # noqa: B008 - frozen
+    talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Choose the k columns of a table that explain another one best, and fit them.
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
+
+    Examples:
+        iobs solve data.csv --target price -k 5  # the best five columns
+        iobs solve data.csv --target price -k cv --plot path.png  # the number chosen by cross-validation
+        iobs solve patients.csv --family cox --target time --event status -k 5  # times that may be censored
+        iobs solve houses.csv --target price --interactions strong  # with products of two columns
     """
     from iobs.cli import solution, solution_tables
-    from iobs.cli.progress import Steps
+    from iobs.cli.progress import ConsoleSteps
     from iobs.cli.solve_inputs import read_regression
     from iobs.data.tables import read_table
     from iobs.errors import DataError
@@ -97,7 +105,7 @@ def solve(
         raise DataError(
             f"--near needs --loss squared, which has bounds that prove the list complete; got {problem.loss}."
         )
-    with Steps("searching (the first run also compiles)") as steps:
+    with ConsoleSteps("searching (the first run also compiles)") as steps:
         if selection.select == "knockoff":
             result = solution.knockoff_columns(problem, 0.1 if selection.fdr is None else selection.fdr, seed)
         else:

@@ -1,6 +1,5 @@
 """Calibration and evaluation data: text, images, arrays, or batches from a function of the user."""
 
-from iobs.data.documents import CORPORA, Part, read_documents
 from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions
 from iobs.data.sources import (
     ArraySource,
@@ -12,8 +11,7 @@ from iobs.data.sources import (
     calibration_batches,
     open_source,
 )
-from iobs.data.topics import embedded_text
-from iobs.data.windows import calibration_windows, token_windows
+from iobs.data.text import CORPORA, Part, calibration_windows, embedded_text, read_documents, token_windows
 
 __all__ = [
     "CORPORA",

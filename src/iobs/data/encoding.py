@@ -40,12 +40,12 @@ class Problems:
     """The problems of a file, raised together."""
 
     file: str
-    found: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     only_gaps: bool = True  # all problems so far are missing or infinite values
 
     def add(self, text: str, *, gap: bool = False) -> None:
         """Add a problem; `gap` says that it is a missing or infinite value."""
-        self.found.append(text)
+        self.texts.append(text)
         self.only_gaps = self.only_gaps and gap
 
     def raise_if_any(self) -> None:
@@ -55,13 +55,13 @@ class Problems:
             NonFiniteError: all problems are missing or infinite values.
             DataError: there are others.
         """
-        if not self.found:
+        if not self.texts:
             return
         kind = NonFiniteError if self.only_gaps else DataError
-        if len(self.found) == 1:
-            raise kind(f"{self.file}: {self.found[0]}")
-        lines = "".join(f"\n  {number}. {text}" for number, text in enumerate(self.found, 1))
-        raise kind(f"{self.file} has {len(self.found)} problems:{lines}")
+        if len(self.texts) == 1:
+            raise kind(f"{self.file}: {self.texts[0]}")
+        lines = "".join(f"\n  {number}. {text}" for number, text in enumerate(self.texts, 1))
+        raise kind(f"{self.file} has {len(self.texts)} problems:{lines}")
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,11 @@ def target_of(values: Column, name: str, problems: Problems, sure: bool = False)
         return np.asarray(values, dtype=np.float64), []
     texts = values.astype(str)
     classes, numbers = np.unique(texts, return_inverse=True)
-    told = "or give --loss logistic if these are classes"
+    advice = "or give --loss logistic if these are classes"
     if not sure and 2 * _dates(texts.tolist()) > len(texts):
-        problems.add(f"the {what} holds dates such as {str(texts[0])!r}; give days since a date, {told}.")
+        problems.add(f"the {what} holds dates such as {str(texts[0])!r}; give days since a date, {advice}.")
     elif not sure and values.dtype.kind == "O" and (odd := _among_numbers(values)):
-        problems.add(f"the {what} holds {odd}; correct these entries, {told}.")
+        problems.add(f"the {what} holds {odd}; correct these entries, {advice}.")
     elif classes.size < 2:
         problems.add(f"the {what} is {str(classes[0])!r} everywhere; there is nothing to tell apart.")
     elif classes.size > _MOST_LEVELS:

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import expit, softmax
 
 from iobs.data.encoding import Coding, Problems, encoded
-from iobs.data.tables import read_columns
+from iobs.data.table_files import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
 
@@ -87,20 +87,20 @@ class Fitted:
             classes = tuple(str(name) for name in plain["classes"])
             coefficients = np.array(plain["coefficients"], dtype=np.float64)
             constants = np.array(plain["constants"], dtype=np.float64)
-            known = str(plain.get("offset", "")), bool(plain.get("exposure", False))
+            offset = str(plain.get("offset", "")), bool(plain.get("exposure", False))
             loss = str(plain["loss"])
-            products = tuple((int(left), int(right)) for left, right in plain.get("products", []))
+            products = tuple((int(first), int(second)) for first, second in plain.get("products", []))
             steps = [np.array(plain[name], dtype=np.float64) for name in _SURVIVAL] if loss == "cox" else []
             survival = (steps[0], steps[1]) if steps else None
             terms = coefficients, constants
-            model = cls(str(plain["target"]), loss, classes, codings, *terms, *known, survival, products)
+            model = cls(str(plain["target"]), loss, classes, codings, *terms, *offset, survival, products)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
             ) from None
-        own = sum(len(coding.names) for coding in codings)
-        width = own + len(products)
-        if any(not 0 <= place < own for pair in products for place in pair):
+        design_width = sum(len(coding.names) for coding in codings)
+        width = design_width + len(products)
+        if any(not 0 <= place < design_width for pair in products for place in pair):
             raise ModelError("The model is damaged: a product has no columns; write it again.")
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
         if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
@@ -147,7 +147,7 @@ class Fitted:
         there = [coding for coding in self.codings if coding.name in columns]
         matrix = encoded(there, columns, problems)[0] if there else np.zeros((rows, 0))
         problems.raise_if_any()
-        return np.column_stack([matrix, *(matrix[:, left] * matrix[:, right] for left, right in self.products)])
+        return np.column_stack([matrix, *(matrix[:, first] * matrix[:, second] for first, second in self.products)])
 
     def _known(self, file: Path) -> Array:
         """The known part of the linear predictor (n,) or (1,).
@@ -181,10 +181,10 @@ class Fitted:
         single = margins.shape[1] == 1
         shares = np.column_stack([expit(-margins), expit(margins)]) if single else softmax(margins, axis=1)
         classes = self.classes or ("0", "1")
-        found: dict[str, list[str] | list[float]] = {
+        predictions: dict[str, list[str] | list[float]] = {
             self.target: [classes[number] for number in shares.argmax(axis=1).tolist()]
         }
-        return found | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
+        return predictions | {f"probability of {name}": shares[:, j].tolist() for j, name in enumerate(classes)}
 
     def _survival(self, margins: Array, times: Array, hazard: Array) -> dict[str, list[str] | list[float]]:
         """The log hazard ratio against a row at the means, and the time at which half would have had the event."""

@@ -1,9 +1,11 @@
-"""Read images and their labels as tensors."""
+"""Read images and their labels as tensors, transformed and normalised as a network states for its inputs."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
+import json
 import os
 import zipfile
 import zlib
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from iobs.errors import DataError
+from iobs.models import LoadedModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -30,6 +33,7 @@ _SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
+_PREPROCESSOR = "preprocessor_config.json"  # written by Hugging Face for image models
 
 Transform: TypeAlias = "Callable[[PILImage], Tensor]"
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
@@ -193,25 +197,25 @@ def _labelled(source: Path, entries: Iterable[str]) -> tuple[list[str], Tensor |
         DataError: there are no images, or images lie beside folders of images; or as `_require_classes`.
     """
     seen = [name for name in entries if not _hidden(name)]
-    found = sorted(name for name in seen if name[-1] != "/" and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
-    if not found:
+    images = sorted(name for name in seen if name[-1] != "/" and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
         raise DataError(f"{source} has no images ({_READ}). Text files are named one by one: repeat --data.")
-    folders, holding = set(map(_folder, seen)), set(map(_folder, found))
+    folders, holding = set(map(_folder, seen)), set(map(_folder, images))
     root: tuple[str, ...] = ()
     while root not in holding and len(classes := _inside(root, folders)) == 1:  # as in a zip file of one folder
         root += (*classes,)
     if root not in holding:
-        _require_classes(source.joinpath(*root), classes, [_folder(name)[len(root) :] for name in found])
-        return found, _numbers([_folder(name)[len(root)] for name in found], sorted(classes))
+        _require_classes(source.joinpath(*root), classes, [_folder(name)[len(root) :] for name in images])
+        return images, _numbers([_folder(name)[len(root)] for name in images], sorted(classes))
     if len(holding) > 1:
-        stray = next(name for name in found if _folder(name) == root)
+        stray = next(name for name in images if _folder(name) == root)
         raise DataError(
             f"{source}: {stray} lies beside folders of images, whose names are classes; move it into a class "
             "folder, or remove it."
         )
-    stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in found]
+    stems = [PurePosixPath(name).stem.split("_")[0].split(".")[0] for name in images]
     numbered = all(map(_is_number, stems)) and len(set(stems)) > 1
-    return found, _numbers(stems, stems) if numbered else None
+    return images, _numbers(stems, stems) if numbered else None
 
 
 def _require_classes(place: Path, classes: set[str], images: Sequence[tuple[str, ...]]) -> None:
@@ -238,9 +242,9 @@ def _require_classes(place: Path, classes: set[str], images: Sequence[tuple[str,
         )
     unlike = {folders[1:]: "/".join(folders) for folders in images}
     if len(unlike) > 1:  # CLASS/images is unambiguous only if every class has it
-        one, other = [*unlike.values()][:2]
+        first, second = [*unlike.values()][:2]
         raise DataError(
-            f"{place}: images lie in {one} and in {other}, so it is not clear which folders are the classes; "
+            f"{place}: images lie in {first} and in {second}, so it is not clear which folders are the classes; "
             "give a folder whose direct subfolders are the classes."
         )
 
@@ -329,3 +333,58 @@ def _as_tensor(images: np.ndarray, statistics: Statistics) -> Tensor:
 def _channels_first(second: int, third: int, last: int) -> bool:
     """Guess whether image dimensions are (C, H, W): C is 1 or 3, the images are square, or C <= W."""
     return second in (1, 3) or third == last or (second != third and second <= last)
+
+
+def transform_of(model: LoadedModel) -> Transform | None:
+    """The evaluation transform (resize, crop, normalise) of a timm network. Returns None for other networks."""
+    if getattr(model.module, "pretrained_cfg", None) is None:
+        return None
+    timm = importlib.import_module("timm.data")
+    transform: Transform = timm.create_transform(**timm.resolve_data_config({}, model=model.module), is_training=False)
+    return transform
+
+
+def statistics_of(model: LoadedModel) -> Statistics:
+    """Mean and standard deviation of each channel for a network's inputs; those of ImageNet if it states none.
+
+    Raises:
+        DataError: preprocessor_config.json is damaged.
+    """
+    timm = getattr(model.module, "pretrained_cfg", None) or {}
+    if "mean" in timm and "std" in timm:
+        return tuple(timm["mean"]), tuple(timm["std"])
+    file = _preprocessor(model)
+    if file is None:
+        return IMAGENET
+    try:
+        stated = json.loads(file.read_text(encoding="utf8"))
+        if stated.get("do_normalize") is False:
+            return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        if stated.get("image_mean") is None or stated.get("image_std") is None:
+            return IMAGENET
+        mean, std = (tuple(map(float, stated[name])) for name in ("image_mean", "image_std"))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read ({error}); copy it again, or correct it.") from error
+    if len(mean) != len(std) or 0.0 in std:
+        raise DataError(f"{file} states image_mean {mean} and image_std {std}, which do not go together; correct it.")
+    return mean, std
+
+
+def _preprocessor(model: LoadedModel) -> Path | None:
+    """preprocessor_config.json beside the weights, in a directory or the hub cache. Returns None if it is missing."""
+    config = getattr(model.module, "config", None)
+    origin = getattr(config, "name_or_path", None)
+    if not origin:
+        return None
+    if Path(origin).is_dir():
+        beside = Path(origin) / _PREPROCESSOR
+        return beside if beside.is_file() else None
+    import huggingface_hub
+
+    try:
+        file = huggingface_hub.try_to_load_from_cache(
+            origin, _PREPROCESSOR, revision=getattr(config, "_commit_hash", None)
+        )
+    except ValueError:  # not a hub name
+        return None
+    return Path(file) if isinstance(file, str) else None

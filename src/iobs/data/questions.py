@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from iobs.data.documents import open_text
+from iobs.data.text import open_text
 from iobs.errors import DataError
 
 LETTERS = "ABCD"

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from iobs.core.paths import expanded
-from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
-from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images
-from iobs.data.normalisation import statistics_of, transform_of
-from iobs.data.topics import embedded_text
-from iobs.data.windows import calibration_windows
+from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images, statistics_of, transform_of
+from iobs.data.text import CORPORA, PIECE, Part, calibration_windows, corpus_documents, embedded_text, read_documents
 from iobs.errors import CalibrationError, DataError
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.factory import call_function, is_function_spec
@@ -151,7 +148,7 @@ def calibration_batches(
 
 def array_batches(source: ArraySource, model: LoadedModel, order: Tensor, batch: int) -> Iterator[Batch]:
     """Iterate over batches of `batch` samples in the given order: inputs in the model's dtype, and targets if known."""
-    dtype = next((one.dtype for one in model.module.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next((value.dtype for value in model.module.parameters() if value.is_floating_point()), torch.float32)
     for chosen in torch.split(order, batch):
         inputs = source.inputs[chosen].to(dtype)
         yield inputs if source.targets is None else (inputs, source.targets[chosen])
@@ -195,9 +192,9 @@ def _checked(spec: str, batches: object) -> list[Batch]:
     checked: list[Batch] = []
     for number, entry in enumerate(batches, 1):
         pair = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], Tensor)
-        given = entry[0] if pair else entry
-        mapping = isinstance(given, Mapping) and all(isinstance(part, Tensor) for part in given.values())
-        if not (isinstance(given, Tensor) or mapping):
+        inputs = entry[0] if pair else entry
+        mapping = isinstance(inputs, Mapping) and all(isinstance(part, Tensor) for part in inputs.values())
+        if not (isinstance(inputs, Tensor) or mapping):
             raise CalibrationError(
                 f"{spec}: batch {number} is {type(entry).__name__}; a batch is a tensor, "
                 "(inputs, targets), or a mapping of tensors; inputs are a tensor or such a mapping."

@@ -1,25 +1,14 @@
-"""Tables on disk as a design matrix with named columns: CSV, Parquet and .npz."""
+"""Tables on disk as a design matrix with named columns and a target."""
 
 from __future__ import annotations
 
-import csv
 import difflib
-import importlib.util
-import itertools
-import math
-import os
-import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
-from iobs.data.archives import read_arrays
 from iobs.data.encoding import (
     Coding,
     Column,
@@ -32,36 +21,9 @@ from iobs.data.encoding import (
     numbers_of,
     target_of,
 )
-from iobs.data.frames import read_frames
+from iobs.data.table_files import parse_entries, read_columns, separator_of
 from iobs.errors import DataError, listed
 from iobs.optimize.objectives.design import Array, Booleans
-
-Entry: TypeAlias = str | float | None
-
-_CHUNK_ROWS = 50_000
-_SAMPLE_ROWS = 1000  # rows read first to estimate how many numbers the file holds
-_BYTES = 24  # memory per number while text is read: in pieces, joined, and in the design matrix
-_BYTES_AS_TEXT = 120  # the same without pandas, where each number is a string first
-# Entries that count as missing, and the values of booleans.
-_MISSING = (
-    "",
-    "NA",
-    "N/A",
-    "n/a",
-    "#N/A",
-    "#NA",
-    "<NA>",
-    "NaN",
-    "nan",
-    "-nan",
-    "NULL",
-    "null",
-    "None",
-    "1.#QNAN",
-    "-1.#IND",
-)
-_TRUTH = {"true": 1.0, "false": 0.0}
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
@@ -137,7 +99,7 @@ def read_table(
     }
     answers = columns.pop(target)
     if answers.dtype.kind == "O":
-        answers = _column(answers.tolist(), False, _separator(file))
+        answers = parse_entries(answers.tolist(), False, separator_of(file))
     sides = {name: numbers_of(file, name, columns.pop(name)) for name in aside}
     kept = _complete({**columns, **sides}, answers, missing)
     for values in sides.values():
@@ -149,9 +111,9 @@ def read_table(
         problems.add("every row has missing values; nothing is left to fit.", gap=True)
         problems.raise_if_any()
     y, classes = target_of(answers, target, problems, target_classes)
-    found = [coding_of(name, values, missing, problems, name in categories) for name, values in columns.items()]
+    possible = [coding_of(name, values, missing, problems, name in categories) for name, values in columns.items()]
     problems.raise_if_any()
-    codings = tuple(coding for coding in found if coding is not None)
+    codings = tuple(coding for coding in possible if coding is not None)
     X, names = encoded(codings, columns, problems)
     problems.raise_if_any()
     if not names:  # all columns are aside, or categories of one level
@@ -173,195 +135,9 @@ def _complete(columns: dict[str, Column], answers: Column, missing: Missing) -> 
     return kept
 
 
-def read_columns(file: Path, text: Sequence[str] = (), named: Sequence[str] | None = None) -> dict[str, Column]:
-    """The columns of a table: float64 (missing: NaN), bool, or text (missing: None).
-
-    Args:
-        file: as `read_table`.
-        text: names of columns whose entries are kept as written, except for decimal commas.
-        named: names of the only arrays that an .npz may have beside X and y; None: columns of any name.
-
-    Raises:
-        DataError: as `read_table`.
-    """
-    if not file.is_file():
-        raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
-    readers: dict[str, Callable[[Path, Sequence[str]], dict[str, Column]]]
-    readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet}
-    readers[".npz"] = partial(_read_npz, named=named)
-    suffix = file.suffix.lower()
-    if suffix not in readers:
-        raise DataError(f"Cannot read {file.suffix or 'a file without suffix'}; give a .csv, .parquet or .npz file.")
-    columns = readers[suffix](file, text)
-    if not columns:
-        raise DataError(f"{file} has no columns.")
-    return columns
-
-
 def _without(file: Path, absent: list[str], names: list[str]) -> str:
     """The message that columns are not in a file, with the names that are most alike."""
     what = ", ".join(repr(name) for name in absent)
     close = [near for name in absent for near in difflib.get_close_matches(name, names, 1)]
     hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
     return f"{file} has no column {what}; it has: {listed(names, 12)}.{hint}"
-
-
-def _refuse_doubles(file: Path, names: Sequence[str]) -> None:
-    doubles = [name for name, count in Counter(names).items() if count > 1]
-    if doubles:
-        raise DataError(f"{file} has several columns of one name: {listed(doubles, 12)}; give each its own.")
-
-
-def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
-    separator = _separator(file)
-    rows = _rows(file, separator)
-    header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
-    _refuse_doubles(file, header)
-    if importlib.util.find_spec("pandas") is not None:
-        _check_memory(file, separator, _BYTES)
-        places = {j for j, name in enumerate(header) if name in text}
-        arrays = read_frames(file, separator, len(header), places, _MISSING, _CHUNK_ROWS)
-        if arrays is not None:
-            return {
-                name: _column(values.tolist(), name in text, separator) if values.dtype.kind in "OUS" else values
-                for name, values in zip(header, arrays, strict=True)
-            }
-    _check_memory(file, separator, _BYTES_AS_TEXT)
-    table = list(rows)
-    entries: dict[str, list[Entry]] = {name: [row[j] for row in table] for j, name in enumerate(header)}
-    return {name: _column(values, name in text, separator) for name, values in entries.items()}
-
-
-def _separator(file: Path) -> str:
-    """Tab for .tsv; else the comma, unless the first line of a .csv has none outside quotes but semicolons or tabs."""
-    if file.suffix.lower() != ".csv":
-        return "\t" if file.suffix.lower() == ".tsv" else ","
-    with file.open("rb") as handle:
-        first = next((line for line in handle if line.strip()), b"")
-    plain = re.sub(rb'"[^"]*"', b"", first)
-    counts = {separator: plain.count(separator.encode()) for separator in (",", ";", "\t")}
-    return "," if counts[","] else max(counts, key=lambda separator: counts[separator])
-
-
-def _column(values: list[Entry], text: bool, separator: str) -> Column:
-    """Entries of a text file; between semicolons, "1,5" is a number, and the category "1.5"."""
-    if separator == ";":
-        values = [
-            value.replace(",", ".") if isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) else value
-            for value in values
-        ]
-    if text:
-        return np.array([None if _is_missing(value) else str(value) for value in values], dtype=object)
-    return _parsed(values)
-
-
-def _rows(file: Path, separator: str) -> Iterator[list[str]]:
-    """Yield the header and the rows, short rows padded with empty entries; blank lines are skipped.
-
-    Raises:
-        DataError: a row has more entries than the header; the file is empty or not text.
-    """
-    width = 0
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as handle:
-            reader = csv.reader(handle, delimiter=separator)
-            for row in reader:
-                if len(row) < 2 and not "".join(row).strip():
-                    continue
-                width = width or len(row)
-                # A separator at the end of a line is ignored.
-                if any(not _is_missing(entry) for entry in row[width:]):
-                    raise DataError(
-                        f"Line {reader.line_num} of {file} has {len(row)} entries under a header of {width} names; "
-                        "name every column, and put text that holds the separator in quotes."
-                    )
-                yield row if len(row) == width else [*row, *[""] * width][:width]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"Cannot read {file}: {error}; save it as text in UTF-8.") from error
-    if not width:
-        raise DataError(f"Cannot read {file}: it is empty.")
-
-
-def _read_parquet(file: Path, text: Sequence[str]) -> dict[str, Column]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise DataError("Reading Parquet needs pyarrow: pip install pyarrow, or save the table as .csv or .npz.")
-    from pyarrow import parquet, types
-
-    try:
-        table = parquet.read_table(file)
-    except (ValueError, OSError) as error:
-        raise DataError(f"Cannot read {file}: {error}.") from error
-    _refuse_doubles(file, table.column_names)
-    columns = zip(table.column_names, table.columns, strict=True)
-    # pyarrow gives a missing entry of an encoded column the last value of its dictionary.
-    plain = {name: one.cast(one.type.value_type) if types.is_dictionary(one.type) else one for name, one in columns}
-    return {name: _plain(one.to_numpy(), name in text) for name, one in plain.items()}
-
-
-def _read_npz(file: Path, text: Sequence[str], named: Sequence[str] | None) -> dict[str, Column]:
-    arrays = read_arrays(file) if named is None else read_arrays(file, text[0], named)
-    return {name: _plain(values, name in text) for name, values in arrays.items()}
-
-
-def _check_memory(file: Path, separator: str, size: int) -> None:
-    """Refuse a file whose numbers would not fit in memory, estimated from its first rows before the rest is read.
-
-    Raises:
-        DataError: the file needs more memory than is free.
-    """
-    with file.open("rb") as handle:
-        sample = list(itertools.islice(handle, _SAMPLE_ROWS + 1))[1:]
-    read = sum(map(len, sample))
-    if not read:
-        return
-    numbers = sum(line.count(separator.encode()) + 1 for line in sample) * file.stat().st_size // read
-    needed, available = size * numbers, _available_memory()
-    if needed > available:
-        raise DataError(
-            f"{file} would need about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free; "
-            "save it as .npz with float32 arrays or as Parquet, or leave rows or columns out of the file."
-        )
-
-
-def _available_memory() -> int:
-    """Bytes available without swapping; the file cache counts as free. Unlimited where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
-        if sys.platform == "win32":
-            return sys.maxsize
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _plain(values: Column, text: bool) -> Column:
-    """Text as numbers where possible unless `text` keeps it as written; any other array unchanged."""
-    if values.dtype.kind not in "OUS":
-        return values
-    entries = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values.tolist()]
-    return _column(entries, text, ",")
-
-
-def _number(value: str | float) -> float:
-    if isinstance(value, str) and "_" in value:  # Python reads 2020_1 as 20201
-        raise ValueError(value)
-    return float(value)
-
-
-def _parsed(values: list[Entry]) -> Column:
-    """Entries as float64 (missing: NaN), as bool, or as text (missing: None)."""
-    try:
-        return np.array([np.nan if value is None or _is_missing(value) else _number(value) for value in values])
-    except (TypeError, ValueError):
-        texts = [None if _is_missing(value) else str(value) for value in values]
-    words = [None if text is None else text.lower() for text in texts]
-    if {*words} <= {None, *_TRUTH}:
-        truth = np.array([np.nan if word is None else _TRUTH[word] for word in words])
-        return truth if None in words else truth.astype(bool)
-    return np.array(texts, dtype=object)
-
-
-def _is_missing(value: Entry) -> bool:
-    if isinstance(value, str):
-        return value.strip() in _MISSING
-    return value is None or (isinstance(value, float) and math.isnan(value))

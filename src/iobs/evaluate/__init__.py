@@ -1,6 +1,5 @@
 """Metrics of a model: perplexity, accuracy, multiple choice, and lm-eval tasks."""
 
-from iobs.evaluate.answers import answer
 from iobs.evaluate.before_after import BeforeAfter
 from iobs.evaluate.scores import (
     Progress,
@@ -11,7 +10,7 @@ from iobs.evaluate.scores import (
     perplexity,
     squared_error,
 )
-from iobs.evaluate.tasks import check_tasks, evaluate_tasks
+from iobs.evaluate.tasks import answer, check_tasks, evaluate_tasks
 from iobs.pruning.calibration.losses import IGNORED
 
 __all__ = [

@@ -57,14 +57,14 @@ class BeforeAfter(Callback):
     @property
     def _tokens(self) -> Tensor | None:
         """The token ids, if they can be shown."""
-        given = None if self._batch is None or self._tokenizer is None else data_batches.inputs(self._batch)
-        tokens = given.get("input_ids") if isinstance(given, Mapping) else None
+        inputs = None if self._batch is None or self._tokenizer is None else data_batches.inputs(self._batch)
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         return tokens if isinstance(tokens, Tensor) and tokens.ndim == 2 else None
 
     @property
     def _images(self) -> Tensor | None:
-        given = None if self._batch is None else data_batches.inputs(self._batch)
-        pixels = given.get("pixel_values") if isinstance(given, Mapping) else given
+        inputs = None if self._batch is None else data_batches.inputs(self._batch)
+        pixels = inputs.get("pixel_values") if isinstance(inputs, Mapping) else inputs
         is_image = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.shape[1] in (1, 3)
         return pixels if is_image and isinstance(pixels, Tensor) else None
 
@@ -88,14 +88,14 @@ class BeforeAfter(Callback):
     def _prompts(self) -> list[Tensor]:
         """The beginnings of texts, (tokens,) each."""
         assert self._tokens is not None
-        first, found = getattr(self._tokenizer, "bos_token_id", None), []
+        first, prompts = getattr(self._tokenizer, "bos_token_id", None), []
         for row in self._tokens:
             starts = (row == first).nonzero().flatten().tolist() if first is not None else []
             whole = [start for start in starts if start + _PROMPT <= len(row)]
-            found += [row[start : start + _PROMPT] for start in whole[:_TEXTS]]
-        if first is not None and not found:  # windows from the middle of long texts
+            prompts += [row[start : start + _PROMPT] for start in whole[:_TEXTS]]
+        if first is not None and not prompts:  # windows from the middle of long texts
             return [torch.cat([row.new_tensor([first]), row[: _PROMPT - 1]]) for row in self._tokens[:_TEXTS]]
-        return found[:_TEXTS] or [row[:_PROMPT] for row in self._tokens[:_TEXTS]]
+        return prompts[:_TEXTS] or [row[:_PROMPT] for row in self._tokens[:_TEXTS]]
 
     def _continued(self, model: nn.Module, prompt: Tensor) -> Tensor:
         """The most likely next tokens after a prompt, (tokens,)."""
@@ -123,9 +123,10 @@ class BeforeAfter(Callback):
         if self._tokens is not None:
             return self._decoded(self._prompts()[number]), None
         assert self._images is not None
-        wanted = targets(self._batch)
-        known = wanted is not None and wanted.ndim == 1 and not wanted.is_floating_point()
-        return as_png(self._images[number]), self._name(int(wanted[number])) if known and wanted is not None else None
+        labels = targets(self._batch)
+        if labels is None or labels.ndim != 1 or labels.is_floating_point():
+            return as_png(self._images[number]), None
+        return as_png(self._images[number]), self._name(int(labels[number]))
 
 
 def as_png(image: Tensor) -> str:

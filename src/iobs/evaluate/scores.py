@@ -53,13 +53,13 @@ def perplexity(
         ModelError: the outputs have no logits.
         NonFiniteError: a logit is NaN; the message names the windows.
     """
-    wanted = windows if labels is None else labels
-    count = int((wanted[:, 1:] != IGNORED).sum())
+    labels = windows if labels is None else labels
+    count = int((labels[:, 1:] != IGNORED).sum())
     if not count:
         raise DataError(f"Every label is {IGNORED} (ignored), so no token is left to score.")
     total, done = 0.0, 0
     device = next(module.parameters()).device
-    for part, targets in zip(torch.split(windows, batch), torch.split(wanted, batch), strict=True):
+    for part, targets in zip(torch.split(windows, batch), torch.split(labels, batch), strict=True):
         tokens = part.to(device)
         name = f"windows {done} to {done + len(part) - 1}"
         with without_cache(module):

@@ -22,7 +22,7 @@ from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
-from iobs.pruning.recipe.text import described, plain
+from iobs.pruning.recipe.text import describe_part, plain
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
 from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
@@ -70,14 +70,14 @@ class Request:
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""
-        recipe = described(self.recipe)
+        recipe = describe_part(self.recipe)
         return {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
 
     def identity(self) -> JsonObject:
         """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
         pattern = plain(self.pattern, False, fingerprint)  # the text of a pattern would be rounded
         asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
-        return {**described(self.recipe, fingerprint), **asked}
+        return {**describe_part(self.recipe, fingerprint), **asked}
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Decisions:
     blocks: BlockFit | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
 
-    def described(self) -> JsonObject:
+    def describe_part(self) -> JsonObject:
         """The decisions in plain types, for the report."""
-        steps = {"finetune": self.finetune and described(self.finetune)}
-        blocks = {} if self.blocks is None else {"blocks": described(self.blocks)}
-        return {"rounds": described(self.rounds), **steps, **blocks}
+        steps = {"finetune": self.finetune and describe_part(self.finetune)}
+        blocks = {} if self.blocks is None else {"blocks": describe_part(self.blocks)}
+        return {"rounds": describe_part(self.rounds), **steps, **blocks}
 
 
 @dataclass
@@ -355,7 +355,7 @@ class Workspace:
     def facts(self) -> JsonObject:
         """The request and the decisions in plain types, for the report."""
         arithmetic = {} if self.store.arithmetic is None else {"arithmetic": str(self.store.arithmetic)}
-        decided = {"samples": self.fit.samples, "decided": self.decided.described()}
+        decided = {"samples": self.fit.samples, "decided": self.decided.describe_part()}
         return {**self.request.facts(), **arithmetic, **decided}
 
     def _identity(self) -> JsonObject:

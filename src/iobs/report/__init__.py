@@ -13,9 +13,8 @@ from iobs.errors import DataError
 from iobs.pruning.report import RENDERERS, Report
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report.card import render_card
-from iobs.report.numbers import from_json, to_json
+from iobs.report.formats import from_json, paths_without_folders, to_json
 from iobs.report.page import render_page, render_summary
-from iobs.report.paths import cleaned
 from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines, widths_table
 
 __all__ = [
@@ -39,7 +38,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 def _as_json(report: Report) -> str:
-    return to_json(cleaned(report.as_dict())) + "\n"
+    return to_json(paths_without_folders(report.as_dict())) + "\n"
 
 
 def _as_csv(report: Report) -> str:

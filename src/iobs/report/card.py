@@ -8,9 +8,8 @@ from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.numbers import percent, score
-from iobs.report.paths import without_folders
-from iobs.report.tables import score_names
+from iobs.report.formats import percent, without_folders
+from iobs.report.tables import score_cells, score_names
 
 
 def render_card(report: Report, base_model: str, library: str | None) -> str:
@@ -57,7 +56,7 @@ def _result(report: Report, name: str) -> list[str]:
 
 
 def _on_the_hub(name: str) -> bool:
-    """Check that a name can be that of a model on the hub, "owner/model"."""
+    """True if a name can be that of a model on the hub, "owner/model"."""
     return name.count("/") == 1 and not os.path.exists(name) and not name.startswith(("/", ".", "~"))
 
 
@@ -122,8 +121,8 @@ def _scores(report: Report) -> list[str]:
         f"| model | {' | '.join(metrics)} |",
         f"| --- |{' ---: |' * len(metrics)}",
         *(
-            f"| {name} | {' | '.join(score(values[m]) if m in values else '–' for m in metrics)} |"
-            for name, values in report.scores.items()
+            f"| {name} | {' | '.join(text for text, _ in cells)} |"
+            for name, cells in score_cells(report.scores, metrics)
         ),
         "",
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from iobs.report.numbers import duration, higher_is_better, score
+from iobs.report.formats import duration, higher_is_better, score
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, drawn, figure_of, logarithmic
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _MARKERS = ("o", "s", "^")  # change when there are more methods than colours
 
 
 @dataclass(frozen=True)
-class Trial:
+class MethodTrial:
     """Result of one method at one pattern: metric, score, and seconds."""
 
     method: str
@@ -30,7 +30,7 @@ class Trial:
     seconds: float
 
 
-def trials_table(trials: list[Trial], dense: float | None) -> Table:
+def trials_table(trials: list[MethodTrial], dense: float | None) -> Table:
     """Table of methods (rows) by patterns (columns): score and time; the best score of a pattern is bold."""
     metric = trials[0].metric
     title = f"{metric} after pruning" + ("" if dense is None else f" (dense {score(dense)})")
@@ -41,11 +41,11 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
         table.add_column(pattern, justify="right")
     choose = max if higher_is_better(metric) else min
     best = {pattern: choose(t.score for t in trials if t.pattern == pattern) for pattern in patterns}
-    found = {(trial.method, trial.pattern): trial for trial in trials}
+    by_cell = {(trial.method, trial.pattern): trial for trial in trials}
     for method in dict.fromkeys(trial.method for trial in trials):
         cells: list[Text | str] = []
         for pattern in patterns:
-            trial = found.get((method, pattern))
+            trial = by_cell.get((method, pattern))
             if trial is None:
                 cells.append("–")
                 continue
@@ -56,17 +56,17 @@ def trials_table(trials: list[Trial], dense: float | None) -> Table:
 
 
 @drawn
-def trials_figure(trials: list[Trial], dense: float | None) -> Figure:
+def trials_figure(trials: list[MethodTrial], dense: float | None) -> Figure:
     """Figure of score (top) and seconds (bottom) over sparsity, one line per method; hollow points are N:M patterns."""
     figure, (scores, times) = figure_of(6.4, rows=2)
     metric = trials[0].metric
     for number, method in enumerate(dict.fromkeys(trial.method for trial in trials)):
-        own = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
+        of_method = sorted((trial for trial in trials if trial.method == method), key=lambda trial: trial.sparsity)
         marker = _MARKERS[number // len(_COLOURS) % len(_MARKERS)]
         style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "marker": marker}
-        lines = [trial for trial in own if ":" not in trial.pattern]
+        lines = [trial for trial in of_method if ":" not in trial.pattern]
         # N:M points share a sparsity with others, but are not part of the line.
-        apart = [trial for trial in own if ":" in trial.pattern]
+        apart = [trial for trial in of_method if ":" in trial.pattern]
         hollow = {"markerfacecolor": "none", "linestyle": "none"}
         for group, look in ((lines, {**style, "label": method}), (apart, style | hollow)):
             places = [100 * trial.sparsity for trial in group]

@@ -5,27 +5,26 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
 from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import WORTH, Report, Sample
-from iobs.pruning.structured_report import StructuredReport
+from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.report import plots
-from iobs.report.narrower import render_costs, render_widths
-from iobs.report.numbers import duration, percent, score, significant, size
-from iobs.report.paths import without_folders
-from iobs.report.style import STYLE
+from iobs.report.formats import duration, percent, score, significant, size, without_folders
 from iobs.report.tables import (
     COUNTS,
-    best_of,
     heldout_samples,
     mean_error,
     measured_in,
     of_round,
     round_name,
+    score_cells,
     score_names,
 )
 
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf8")
 _ALIKE = 0.005  # sparsities of layers within this range count as equal
 
 
@@ -54,7 +53,7 @@ def render_page(report: Report) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
         f'<body class="iobs"><main><h1>{escape(title)}</h1>\n{body}\n<footer>Written by iobs.</footer></main></body>'
         "</html>\n"
     )
@@ -67,7 +66,7 @@ def render_summary(report: Report) -> str:
     table = _table(["largest layer errors", "zeros", "relative error"], rows) if rows else ""
     errors = f"<section>{table}</section>" if table else ""
     main = render_widths(report) if isinstance(report, StructuredReport) else f"{_coverage(report)}{errors}"
-    return f'<style>{STYLE}</style><div class="iobs"><main>{_facts(report)}{main}</main></div>'
+    return f'<style>{_STYLE}</style><div class="iobs"><main>{_facts(report)}{main}</main></div>'
 
 
 def _command(report: Report) -> str:
@@ -98,7 +97,7 @@ def _facts(report: Report) -> str:
     facts.append((duration(report.seconds), f"total time; peak memory {size(report.peak_memory_bytes)}"))
     facts = facts[2:] if isinstance(report, StructuredReport) else facts
     cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(text)}</span></div>" for value, text in facts)
-    costs = render_costs(report) if isinstance(report, StructuredReport) else ""
+    costs = _costs(report) if isinstance(report, StructuredReport) else ""
     return f'{costs}<div class="facts">{cards}</div>'
 
 
@@ -131,27 +130,66 @@ def _coverage(report: Report) -> str:
     )
 
 
+def _costs(report: StructuredReport) -> str:
+    """Cards of the shares that are left of every cost."""
+    cards = "".join(
+        f"<div><b>{percent(cost.share)}</b><span>of the {escape(cost.name)} {escape(cost.where)} are left: "
+        f"{significant(cost.before)} → {significant(cost.after)}</span></div>"
+        for cost in report.costs
+    )
+    return f'<div class="facts">{cards}</div>'
+
+
+def render_widths(report: StructuredReport) -> str:
+    """A bar for every site: the units that are left, of those before. Bars of one kind of units have one scale."""
+    widest: dict[str, int] = {}
+    for record in report.widths:
+        widest[record.kind] = max(record.before, widest.get(record.kind, 1))
+    rows = "".join(_width_row(record, widest[record.kind]) for record in report.widths)
+    headings = "".join(f"<th>{name}</th>" for name in ("layer", "units", "before", "after", ""))
+    legend = "".join(
+        f'<li><i style="background:var(--{colour})"></i>{text}</li>'
+        for colour, text in (("kept", "units that are left"), ("zeros", "removed units"))
+    )
+    return (
+        f'<section><h2>Widths before and after</h2><ul class="legend">{legend}</ul><div class="scroll"><table>'
+        f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _width_row(record: WidthRecord, widest: int) -> str:
+    before, after = 100 * record.before / widest, 100 * record.after / max(1, record.before)
+    bar = (
+        f'<div role="img" aria-label="{record.after} of {record.before}" style="width:13rem">'
+        f'<div style="width:{before:.2f}%;background:var(--zeros)">'
+        f'<div style="width:{after:.2f}%;height:.75rem;background:var(--kept)"></div></div></div>'
+    )
+    cells = (escape(record.name), escape(record.kind), f"{record.before:,}", f"{record.after:,}", bar)
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
 def _samples(report: Report) -> str:
     """Inputs with the outputs of the dense and of the pruned model."""
     shown = ""
-    images = [one for one in report.samples if one.is_image]
-    for one in report.samples:
-        if not one.is_image:
+    images = [sample for sample in report.samples if sample.is_image]
+    for sample in report.samples:
+        if not sample.is_image:
             shown += (
-                f'<p class="prompt">{escape(one.shown)} …</p><div class="pairs"><div><b>dense</b><br>'
-                f"{escape(one.dense)}</div><div><b>pruned</b><br>{escape(one.pruned)}</div></div>"
+                f'<p class="prompt">{escape(sample.shown)} …</p><div class="pairs"><div><b>dense</b><br>'
+                f"{escape(sample.dense)}</div><div><b>pruned</b><br>{escape(sample.pruned)}</div></div>"
             )
     if images:
         shown += f'<div class="gallery">{"".join(map(_captioned, images))}</div>'
     return f"<section><h2>Before and after</h2>{shown}</section>" if shown else ""
 
 
-def _captioned(one: Sample) -> str:
-    changed = ' class="changed"' if one.pruned != one.dense else ""
-    truth = f"<br><b>label</b> {escape(one.label)}" if one.label is not None else ""
+def _captioned(sample: Sample) -> str:
+    changed = ' class="changed"' if sample.pruned != sample.dense else ""
+    truth = f"<br><b>label</b> {escape(sample.label)}" if sample.label is not None else ""
     return (
-        f'<figure><img alt="calibration sample" src="{escape(one.shown)}"><figcaption><b>dense</b> {escape(one.dense)}'
-        f"<br><b>pruned</b> <span{changed}>{escape(one.pruned)}</span>{truth}</figcaption></figure>"
+        f'<figure><img alt="calibration sample" src="{escape(sample.shown)}"><figcaption>'
+        f"<b>dense</b> {escape(sample.dense)}<br><b>pruned</b> <span{changed}>{escape(sample.pruned)}</span>"
+        f"{truth}</figcaption></figure>"
     )
 
 
@@ -159,17 +197,10 @@ def _scores(report: Report) -> str:
     if len(report.scores) <= 2:  # the facts at the top show them
         return ""
     metrics = score_names(report.scores)
-    rows = []
-    for name, values in report.scores.items():
-        cells = [
-            f"<b>{score(values[metric])}</b>"
-            if metric in values and name == best_of(report.scores, metric)
-            else score(values[metric])
-            if metric in values
-            else "–"
-            for metric in metrics
-        ]
-        rows.append([escape(name), *cells])
+    rows = [
+        [escape(name), *(f"<b>{text}</b>" if best else text for text, best in cells)]
+        for name, cells in score_cells(report.scores, metrics)
+    ]
     figures = "".join(
         _image(plots.comparison(report.scores, metric), f"{metric} by method")
         for metric in metrics
@@ -230,7 +261,7 @@ def _zeros(report: Report) -> str:
 def _notes(report: Report) -> str:
     lines = [escape(note) for note in report.notes]
     if report.skipped:
-        rows = [[escape(one.name), escape(one.reason), f"{one.entries:,}"] for one in report.coverage.dense]
+        rows = [[escape(weight.name), escape(weight.reason), f"{weight.entries:,}"] for weight in report.coverage.dense]
         table = _table(["weight", "why", "entries"], rows, words=True)
         lines.append(f"<details><summary>{len(rows)} left dense</summary>{table}</details>")
     if not lines:

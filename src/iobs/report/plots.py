@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from iobs.pruning.report import Report
-from iobs.report.numbers import best_name, higher_is_better, score
+from iobs.report.formats import best_name, higher_is_better, score
 from iobs.report.tables import mean_error, round_name
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def kinds_of(names: list[str]) -> list[str]:
     """The kind of each layer: its name without the numbers, from the part on that tells kinds apart."""
     parts = [[part for part in name.split(".") if not part.isdigit()] or [name] for name in names]
     depth = 1
-    if len({tuple(one[-1:]) for one in parts}) == 1:  # such as the "conv" of many modules
+    if len({tuple(words[-1:]) for words in parts}) == 1:  # such as the "conv" of many modules
         depth = 2
-    return [".".join(one[-depth:]) for one in parts]
+    return [".".join(words[-depth:]) for words in parts]
 
 
 @drawn
@@ -126,10 +126,10 @@ def rounds(report: Report) -> Figure:
         ("held-out", ORANGE, {record.index: record.loss_heldout for record in report.rounds}),
     ):
         for records, line, name in ((projections, "-", label), (tuned, "none", None)):
-            known = [(places[record.index], values[record.index]) for record in records]
-            known = [(place, value) for place, value in known if value is not None]
-            if known:
-                upper.plot(*zip(*known, strict=True), marker="o", linestyle=line, color=colour, label=name)
+            points = [(places[record.index], values[record.index]) for record in records]
+            points = [(place, value) for place, value in points if value is not None]
+            if points:
+                upper.plot(*zip(*points, strict=True), marker="o", linestyle=line, color=colour, label=name)
     if report.dense_loss is not None:
         upper.axhline(report.dense_loss, color=GREY, linestyle="--", label="dense, held-out")
     best = report.best

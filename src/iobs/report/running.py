@@ -111,11 +111,11 @@ def running_table(rows: list[RunningRow]) -> Table:
 
 def running_notes(rows: list[RunningRow]) -> list[str]:
     """Lines that say what the columns of the table count."""
-    found = ["MB of weights: every tensor that the form holds in memory."]
+    lines = ["MB of weights: every tensor that the form holds in memory."]
     for row in rows:
         parts = [f"{_short(size / 1e6)} {_KINDS[kind]}" for kind, size in row.held.items() if size]
-        found.append(f"  {row.form}: {', '.join(parts)}")
-    return [*found, "MB of memory: the most that the process took while it ran, Python and torch included."]
+        lines.append(f"  {row.form}: {', '.join(parts)}")
+    return [*lines, "MB of memory: the most that the process took while it ran, Python and torch included."]
 
 
 def running_line(rows: list[RunningRow]) -> str:
@@ -130,10 +130,10 @@ def running_line(rows: list[RunningRow]) -> str:
 @drawn
 def running_figure(rows: list[RunningRow]) -> Figure:
     """Bars of speed, bytes and memory of every form."""
-    kept = [row.peak_bytes or 0 for row in rows]
+    peaks = [row.peak_bytes or 0 for row in rows]
     panels = [(rows[0].unit, [row.speed for row in rows]), ("MB of weights", [row.bytes / 1e6 for row in rows])]
-    if all(kept):
-        panels.append(("MB of memory", [size / 1e6 for size in kept]))
+    if all(peaks):
+        panels.append(("MB of memory", [size / 1e6 for size in peaks]))
     colours = [GREY] * (len(rows) - 1) + [BLUE]
     figure, places = figure_of((0.6 + 0.35 * len(rows)) * len(panels), rows=len(panels))
     for axes, (name, values) in zip(places, panels, strict=True):

@@ -9,7 +9,7 @@ from rich.text import Text
 from iobs.core.wording import plural
 from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.numbers import best_name, duration, percent, score, significant, size
+from iobs.report.formats import best_name, duration, percent, score, significant, size
 
 # Entries among the scores that are counts, not metrics.
 COUNTS = ("tokens", "samples")
@@ -46,8 +46,8 @@ def widths_table(report: StructuredReport) -> Table:
     table.add_column("units", no_wrap=True)
     for name in ("before", "after", "error"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in report.widths:
-        table.add_row(one.name, one.kind, f"{one.before:,}", f"{one.after:,}", significant(one.error))
+    for record in report.widths:
+        table.add_row(record.name, record.kind, f"{record.before:,}", f"{record.after:,}", significant(record.error))
     return table
 
 
@@ -64,8 +64,8 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
     bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
     table = _table(title)
     table.add_column("layer", overflow="fold", min_width=24)
-    asked, stored = (() if as_asked else ("asked",)), (("bits a weight",) if bits else ())
-    for name in ("shape", *asked, "zeros", *stored, "error", "held-out", "seconds"):
+    extra, stored = (() if as_asked else ("asked",)), (("bits a weight",) if bits else ())
+    for name in ("shape", *extra, "zeros", *stored, "error", "held-out", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in chosen:
         table.add_row(
@@ -110,15 +110,23 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", cou
     table.add_column("model")
     for metric in metrics:
         table.add_column(metric, justify="right")
-    for name, values in scores.items():
-        cells = [
-            Text(score(values[metric]), style="bold green" if name == best_of(scores, metric) else "")
-            if metric in values
-            else Text("–")
-            for metric in metrics
-        ]
-        table.add_row(name, *cells)
+    for name, cells in score_cells(scores, metrics):
+        table.add_row(name, *(Text(text, style="bold green" if best else "") for text, best in cells))
     return table
+
+
+def score_cells(scores: dict[str, dict[str, float]], metrics: list[str]) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """The rows of a table of models by metrics: a name, and for each metric its text and whether it is the best."""
+    return [
+        (
+            name,
+            [
+                (score(values[metric]), name == best_of(scores, metric)) if metric in values else ("–", False)
+                for metric in metrics
+            ],
+        )
+        for name, values in scores.items()
+    ]
 
 
 def audit_table(rows: list[AuditRow]) -> Table:

@@ -139,7 +139,7 @@ def merge_adapters(model: PeftModel, *, keep_zeros: bool = True) -> tuple[nn.Mod
     for name, layer in layers:
         _require_mergeable(name, layer)
     for name, layer in layers:
-        _merge_by_peft(name, copy.deepcopy(layer))  # an overflow of any layer is found before one is changed
+        _merge_by_peft(name, copy.deepcopy(layer))  # an overflow of any layer is result before one is changed
     rows = [row for name, layer in layers for row in _merge(name, layer, keep_zeros)]
     rows += [row for name, base, trained in _retrained(model) for row in _mask_copy(name, base, trained, keep_zeros)]
     report = MergeReport(tuple(rows))
@@ -176,8 +176,8 @@ def _base_name(name: str) -> str:
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of two or more dimensions of floating point, by name, without those of submodules."""
-    own = module.named_parameters(recurse=False)
-    return {name: value for name, value in own if value.ndim >= 2 and value.is_floating_point()}
+    parameters = module.named_parameters(recurse=False)
+    return {name: value for name, value in parameters if value.ndim >= 2 and value.is_floating_point()}
 
 
 def _holds_zeros(layer: BaseTunerLayer) -> bool:
@@ -187,8 +187,8 @@ def _holds_zeros(layer: BaseTunerLayer) -> bool:
 def _require_mergeable(name: str, layer: BaseTunerLayer) -> None:
     if layer.merged:
         raise ModelError(f"The adapter of {name!r} is merged already; call unmerge_adapter() first.")
-    found = _matrices(layer.get_base_layer())
-    if not found or any(value.is_meta for value in found.values()):
+    matrices = _matrices(layer.get_base_layer())
+    if not matrices or any(value.is_meta for value in matrices.values()):
         raise ModelError(
             f"The base weights of {name!r} are quantised or not in memory, so zeros cannot be kept in them; load the "
             "base model in float32, bfloat16 or float16."
@@ -213,7 +213,7 @@ def _require_plain_lora(name: str, layer: BaseTunerLayer) -> None:
 
 
 def _subtract_at_zeros(
-    layer: BaseTunerLayer, inputs: tuple[Tensor, ...], given: Mapping[str, Sequence[str] | None], output: Tensor
+    layer: BaseTunerLayer, inputs: tuple[Tensor, ...], keywords: Mapping[str, Sequence[str] | None], output: Tensor
 ) -> Tensor:
     """Forward hook of `mask_adapters`: remove the part of the update that lies on zeros of the base.
 
@@ -221,15 +221,15 @@ def _subtract_at_zeros(
     """
     if layer.disable_adapters or layer.merged:
         return output
-    names = given.get("adapter_names")
+    names = keywords.get("adapter_names")
     if names is None:
         adapters = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
         return output - _beside(layer, adapters, inputs[0]).to(output.dtype) if adapters else output
-    found = output.clone()
+    result = output.clone()
     for adapter in {name for name in names if name in layer.lora_A}:
         samples = [number for number, name in enumerate(names) if name == adapter]
-        found[samples] -= _beside(layer, [adapter], inputs[0][samples]).to(output.dtype)
-    return found
+        result[samples] -= _beside(layer, [adapter], inputs[0][samples]).to(output.dtype)
+    return result
 
 
 def _beside(layer: BaseTunerLayer, adapters: Sequence[str], inputs: Tensor) -> Tensor:

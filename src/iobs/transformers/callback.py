@@ -47,19 +47,19 @@ class SparsityCallback(TrainerCallback):
         self._first_step = True
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object
     ) -> None:
         """Refuse split parameters, and count the zeros of the model before a checkpoint is loaded into it."""
         _require_whole_parameters(args)
-        model = given.get("model")
+        model = context.get("model")
         self._promised = _zeros(model) if isinstance(model, nn.Module) else {}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object
     ) -> None:
         """Keep the zeros from here on."""
         _require_whole_parameters(args)
-        model, optimizer = given["model"], given["optimizer"]
+        model, optimizer = context["model"], context["optimizer"]
         assert isinstance(model, nn.Module)
         assert isinstance(optimizer, torch.optim.Optimizer)
         self._stop()
@@ -75,35 +75,35 @@ class SparsityCallback(TrainerCallback):
         _LOG.info("Training keeps %d zeros in %d matrices.", sum(self._zeros.values()), len(self._zeros))
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object
     ) -> None:
-        """Count once after the first step: an optimizer that writes elsewhere is found before time is lost."""
+        """Count once after the first step: an optimizer that writes elsewhere is zeros before time is lost."""
         if self._first_step:
             self._first_step = False
-            self._check(given["model"], "after the first step; its optimizer may write the weights outside of step()")
+            self._check(context["model"], "after the first step; its optimizer may write the weights outside of step()")
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object) -> None:
         """Add `sparsity` to the log and to `state.log_history`."""
         if not self._zeros:  # an evaluation before or after the training
             return
-        share = self._check(given["model"], f"at step {state.global_step}")
-        for log in (given.get("logs"), state.log_history[-1] if state.log_history else None):
+        share = self._check(context["model"], f"at step {state.global_step}")
+        for log in (context.get("logs"), state.log_history[-1] if state.log_history else None):
             if isinstance(log, dict):
                 log["sparsity"] = share
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object) -> None:
         """Count the zeros of a checkpoint."""
-        self._check(given["model"], f"in the checkpoint of step {state.global_step}")
+        self._check(context["model"], f"in the checkpoint of step {state.global_step}")
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: object
     ) -> None:
         """Count the zeros of the final model, and remove the masks."""
         self._stop()
-        share = self._check(given["model"], "at the end of training")
+        share = self._check(context["model"], "at the end of training")
         _LOG.info("Training kept all %d zeros; sparsity %.4f.", sum(self._zeros.values()), share)
         self._zeros = {}
-        if hasattr(given["model"], "peft_config"):
+        if hasattr(context["model"], "peft_config"):
             _LOG.warning("Merge the adapters with iobs.transformers.merge_adapters: a plain merge fills the zeros.")
 
     def _check(self, model: object, when: str) -> float:
@@ -123,23 +123,23 @@ class SparsityCallback(TrainerCallback):
 @torch.no_grad()
 def _zeros(model: nn.Module, names: dict[str, int] | None = None) -> dict[str, int]:
     """Zeros by matrix: of the named parameters, or of those that hold zeros and are not entirely zero."""
-    found = {
+    zeros = {
         name: int((value == 0).sum())
         for name, value in model.named_parameters()
         if value.ndim >= 2 and (names is None or name in names)
     }
     if names is not None:
-        return found
+        return zeros
     sizes = {name: value.numel() for name, value in model.named_parameters()}
-    return {name: zeros for name, zeros in found.items() if 0 < zeros < sizes[name]}
+    return {name: count for name, count in zeros.items() if 0 < count < sizes[name]}
 
 
-def _require_zeros(promised: dict[str, int], found: dict[str, int], what: str) -> None:
-    lost = {name: zeros for name, zeros in promised.items() if found.get(name, 0) < zeros}
+def _require_zeros(promised: dict[str, int], zeros: dict[str, int], what: str) -> None:
+    lost = {name: count for name, count in promised.items() if zeros.get(name, 0) < count}
     if lost:
         name, expected = next(iter(lost.items()))
         raise AuditError(
-            f"{what}: {name!r} has {found.get(name, 0):,} zeros, expected {expected:,} ({len(lost)} matrices differ). "
+            f"{what}: {name!r} has {zeros.get(name, 0):,} zeros, expected {expected:,} ({len(lost)} matrices differ). "
             "Train again from the pruned model with iobs.transformers.SparsityCallback."
         )
 
@@ -164,8 +164,8 @@ def _require_whole_parameters(args: TrainingArguments) -> None:
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers that step on copies or placeholders, such as the layerwise optimizers of `Trainer`."""
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"])
+    parameters = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(parameter) not in parameters for group in optimizer.param_groups for parameter in group["params"])
     if foreign:
         raise ModelError(
             f"The optimizer {type(optimizer).__name__} steps on {foreign} tensors that are not parameters of the "

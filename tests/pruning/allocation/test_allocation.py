@@ -16,7 +16,7 @@ from iobs.pruning.allocation.response import complete
 from iobs.pruning.allocation.sensitivity import damage_passes
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import select
-from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.recipe import Allocation
 from iobs.pruning.samples.subsets import Samples
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))

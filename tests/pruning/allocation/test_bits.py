@@ -17,7 +17,7 @@ from iobs.pruning.allocation.uniform import uniform_plans
 from iobs.pruning.audit import audit
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.text import pattern_of, plain_pattern
+from iobs.pruning.recipe.text import parse_pattern, plain_pattern
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -284,7 +284,7 @@ def test_budget_is_checked_and_has_a_text_form():
     with pytest.raises(PatternError, match="among the layers of a network"):
         iobs.solve(iobs.Quadratic.at(torch.ones(2, 2), torch.eye(2)), iobs.Budget(3.0))
     for pattern in (iobs.Budget(2.5, 64), iobs.Unstructured(keep=3) & iobs.Grid(3), iobs.NM(2, 4) & iobs.Grid(4, 32)):
-        assert pattern_of(plain_pattern(pattern)) == pattern
+        assert parse_pattern(plain_pattern(pattern)) == pattern
     with pytest.raises(ProblemError, match="A pattern on a grid is"):
-        pattern_of({"grid": "0.5", "entries": 0.5})
+        parse_pattern({"grid": "0.5", "entries": 0.5})
     assert grid_of(iobs.Budget(3.0)) is None

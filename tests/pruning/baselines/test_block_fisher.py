@@ -20,7 +20,7 @@ from iobs.pruning.baselines.block_fisher import (
     woodfisher,
 )
 from iobs.pruning.network.selection import select
-from iobs.pruning.recipe.network_solvers import NETWORK_SOLVERS
+from iobs.pruning.recipe import NETWORK_SOLVERS
 from iobs.pruning.samples.subsets import Samples
 
 SIZES = (6, 5)

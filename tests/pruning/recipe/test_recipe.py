@@ -8,7 +8,7 @@ import pytest
 import iobs
 from iobs.errors import IOBSError, ProblemError
 from iobs.pruning.recipe import PRESETS, BlockFit, as_recipe
-from iobs.pruning.recipe.settings import changed
+from iobs.pruning.recipe.text import with_settings
 
 RECIPES = {
     **PRESETS,
@@ -75,7 +75,7 @@ def test_yaml_reads_shares_in_percent():
     recipe = iobs.Recipe.from_yaml("allocation: {criterion: kl, least: 12.5%}\nrules: [{match: a, pattern: 33.3%}]\n")
     assert recipe.allocation.least == 0.125
     assert recipe.rules[0].pattern == iobs.Unstructured(0.333)
-    assert changed(iobs.Recipe(), {"allocation.most": "90%"}).allocation.most == 0.9
+    assert with_settings(iobs.Recipe(), {"allocation.most": "90%"}).allocation.most == 0.9
     assert iobs.Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 
@@ -167,7 +167,7 @@ def test_impossible_recipes_are_refused_with_the_reason(text, message):
     ],
 )
 def test_changed_sets_one_field_from_text(key, text, expected):
-    assert changed(iobs.Recipe(), {key: text}) == expected
+    assert with_settings(iobs.Recipe(), {key: text}) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_changed_sets_one_field_from_text(key, text, expected):
 )
 def test_changed_refuses_with_the_reason(key, text, message):
     with pytest.raises(ProblemError, match=message):
-        changed(iobs.Recipe(), {key: text})
+        with_settings(iobs.Recipe(), {key: text})
 
 
 @pytest.mark.parametrize("solver", ["gptq", "obr", "greedy"])
 def test_changed_refuses_options_of_a_solver_without_a_text_form(solver):
     with pytest.raises(ProblemError, match=f"The solver '{solver}' takes no options from text"):
-        changed(iobs.Recipe(), {"solver": solver, "solver.block": "64"})
+        with_settings(iobs.Recipe(), {"solver": solver, "solver.block": "64"})
 
 
 def test_prune_refuses_unknown_fields_by_name():

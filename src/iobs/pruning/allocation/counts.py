@@ -17,7 +17,7 @@ from iobs.core.patterns import Grid, Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
-from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.recipe import Allocation
 
 _STEPS = 400  # points at which a curve is evaluated; counts between two points are possible
 

@@ -32,7 +32,7 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe.allocation import Allocation
+from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import current

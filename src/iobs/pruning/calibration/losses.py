@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from iobs.errors import CalibrationError, is_out_of_memory
 from iobs.pruning.network.calls import after_calls
-from iobs.pruning.recipe.finetune import LossFunction
+from iobs.pruning.recipe import LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches

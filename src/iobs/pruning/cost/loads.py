@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from iobs.pruning.calibration.gram import STRIPE, WIDE
-from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.recipe import is_magnitude
+from iobs.pruning.recipe import Recipe, is_magnitude
 from iobs.solvers.admm import ADMM, SCHEDULES
 
 _SUM_BYTES = 20  # of one entry of a Gram when a product is added: float32 read, float64 read and written

@@ -9,8 +9,7 @@ from functools import partial
 from iobs.core.patterns import Pattern
 from iobs.errors import NonFiniteError
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import FineTune
-from iobs.pruning.recipe.finetune import Optimizer
+from iobs.pruning.recipe import FineTune, Optimizer
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.workspace import Decisions, Workspace

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.recipe.finetune import Augmentation
+from iobs.pruning.recipe import Augmentation
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, rebatched

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.pruning.finetune.scaled import scale_of, scaled_gradients
-from iobs.pruning.recipe.finetune import Augmentation, FineTune, LossFunction
+from iobs.pruning.recipe import Augmentation, FineTune, LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches

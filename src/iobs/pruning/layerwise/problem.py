@@ -19,8 +19,7 @@ from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.network_solvers import NetworkSolver
+from iobs.pruning.recipe import NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.structure.units_of_layers import ChosenGroups
 from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many

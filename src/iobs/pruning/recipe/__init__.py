@@ -1,16 +1,29 @@
-"""Recipes: everything that is asked of a run, as frozen values without tensors, paths or results."""
+"""Recipes: everything that the user chooses for a run, as frozen values without tensors, paths or results."""
 
-from iobs.pruning.recipe.allocation import Allocation, as_allocation
-from iobs.pruning.recipe.block_fit import BlockFit
-from iobs.pruning.recipe.finetune import Augmentation, FineTune, Loss, LossFunction
-from iobs.pruning.recipe.network_solvers import CBS, CHITA, GlobalMagnitude, NetworkSolver, WoodFisher
-from iobs.pruning.recipe.recipe import PRESETS, Changes, Recipe, as_recipe
-from iobs.pruning.recipe.rounds import Rounds
-from iobs.pruning.recipe.rules import Rule
+from iobs.pruning.recipe.parts import (
+    CBS,
+    CHITA,
+    NETWORK_SOLVERS,
+    Allocation,
+    Augmentation,
+    BlockFit,
+    FineTune,
+    GlobalMagnitude,
+    Loss,
+    LossFunction,
+    NetworkSolver,
+    Optimizer,
+    Rounds,
+    Rule,
+    WoodFisher,
+    as_allocation,
+)
+from iobs.pruning.recipe.recipe import PRESETS, Changes, Recipe, as_recipe, is_magnitude
 
 __all__ = [
     "CBS",
     "CHITA",
+    "NETWORK_SOLVERS",
     "PRESETS",
     "Allocation",
     "Augmentation",
@@ -21,10 +34,12 @@ __all__ = [
     "Loss",
     "LossFunction",
     "NetworkSolver",
+    "Optimizer",
     "Recipe",
     "Rounds",
     "Rule",
     "WoodFisher",
     "as_allocation",
     "as_recipe",
+    "is_magnitude",
 ]

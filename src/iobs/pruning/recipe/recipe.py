@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.recipe import text
-from iobs.pruning.recipe.allocation import Allocation, as_allocation
-from iobs.pruning.recipe.block_fit import BlockFit
-from iobs.pruning.recipe.finetune import FineTune
-from iobs.pruning.recipe.layer_settings import LayerSettings
-from iobs.pruning.recipe.network_solvers import NetworkSolver
-from iobs.pruning.recipe.rounds import Rounds, require_choice, require_finetune
-from iobs.pruning.recipe.rules import Rule
+from iobs.pruning.recipe.parts import (
+    NETWORK_SOLVERS,
+    Allocation,
+    BlockFit,
+    FineTune,
+    NetworkSolver,
+    Rounds,
+    Rule,
+    as_allocation,
+    require_choice,
+    require_finetune,
+)
 from iobs.pruning.report import JsonObject
-from iobs.solvers import Refinement, Solver
+from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known_refinement, require_known_solver
+from iobs.solvers.families import UNIT_SOLVERS
 from iobs.solvers.magnitude import Magnitude
 
 TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
 
 
-class LayerChanges(TypedDict, total=False):
-    """Fields of `LayerSettings` as keywords."""
+class Changes(TypedDict, total=False):
+    """Fields of a recipe that `iobs.prune` and `Recipe.but` take as keywords."""
 
     solver: str | Solver | NetworkSolver
     refine: str | Refinement | None
     damping: float
-
-
-class Changes(LayerChanges, total=False):
-    """Fields of a recipe that `iobs.prune` and `Recipe.but` take as keywords."""
-
     allocation: str | Allocation
     target: TargetName
     curvature: Literal["layer", "joint"]
@@ -50,7 +53,7 @@ class Changes(LayerChanges, total=False):
 
 
 @dataclass(frozen=True)
-class Recipe(LayerSettings):
+class Recipe:
     """All settings that say how to prune, independent of the model, the data and the machine.
 
     Args:
@@ -84,6 +87,9 @@ class Recipe(LayerSettings):
         ProblemError: a setting is unknown or outside its range, or two settings contradict each other.
     """
 
+    solver: str | Solver | NetworkSolver = "admm"
+    refine: str | Refinement | None = None
+    damping: float = 0.01
     allocation: str | Allocation = "uniform"
     target: TargetName = "layer"
     curvature: Literal["layer", "joint"] = "layer"
@@ -98,7 +104,10 @@ class Recipe(LayerSettings):
     blocks: BlockFit | None = None
 
     def __post_init__(self) -> None:
-        self._require_numbers()
+        if not is_a(Real, self.damping):
+            raise ProblemError(f"damping must be a number, got {self.damping!r}.")
+        if not 0 <= self.damping < math.inf:
+            raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
         if not isinstance(self.rounds, Rounds):
             raise ProblemError(f"rounds must be a Rounds or, in .but(), a number of rounds; got {self.rounds!r}.")
         require_finetune("finetune", self.finetune)
@@ -125,20 +134,27 @@ class Recipe(LayerSettings):
             self._require_no_ignored_fields()
 
     @property
+    def network_solver(self) -> NetworkSolver | None:
+        """The solver, if it prunes all layers together; None if it prunes single layers."""
+        if isinstance(self.solver, str) and self.solver in NETWORK_SOLVERS:
+            return NETWORK_SOLVERS[self.solver]()
+        return self.solver if isinstance(self.solver, NetworkSolver) else None
+
+    @property
     def refits_biases(self) -> bool:
-        """Check that the biases of pruned layers are refitted."""
+        """True if the biases of pruned layers are refitted."""
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
 
     @property
     def reads_weights_only(self) -> bool:
-        """Check that masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
+        """True if masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
         solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
         plain = self.refine is None and self.target == "layer" and self.blocks is None and not self.keep_zeros
         return plain and not self.refits_biases and all(is_magnitude(solver) for solver in solvers)
 
     @property
     def compares(self) -> bool:
-        """Check that losses of the model are needed: a published one-shot pruner of a whole model measures none."""
+        """True if losses of the model are needed: a published one-shot pruner of a whole model measures none."""
         return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
 
     def for_layer(self, name: str) -> Recipe:
@@ -146,20 +162,50 @@ class Recipe(LayerSettings):
         solvers = [rule.solver for rule in self.rules if rule.solver is not None and rule.matches(name)]
         return replace(self, solver=solvers[-1]) if solvers else self
 
+    def _require_solvers(self) -> None:
+        """Raise unless solver and refinement are names, or objects of the right kind.
+
+        Raises:
+            ProblemError: one of them is of another kind, or unknown.
+        """
+        for name, kinds in (("solver", (*REFINEMENTS.values(),)), ("refine", (*SOLVERS.values(),))):
+            value = getattr(self, name)
+            if isinstance(value, kinds) or not (callable(value) or isinstance(value, (str, NetworkSolver, NoneType))):  # type: ignore[arg-type]
+                raise ProblemError(f"{name} must be a name or an object with its options, got {value!r}.")
+        if self.solver is None or isinstance(self.refine, NetworkSolver):
+            raise ProblemError("solver must be a name or a solver, and refine a name, a refinement or None.")
+
+    def _require_known_names(self) -> None:
+        """Raise unless there are a solver of single layers and a refinement of these names.
+
+        Raises:
+            ProblemError: a name is unknown.
+        """
+        assert not isinstance(self.solver, NetworkSolver)
+        try:
+            require_known_solver(self.solver)
+        except ProblemError as error:
+            others = ", ".join(sorted(NETWORK_SOLVERS))
+            raise ProblemError(
+                f"{str(error).rstrip('.')}; or one of the whole network: {others}; or of whole units: "
+                f"{', '.join(UNIT_SOLVERS)}."
+            ) from None
+        require_known_refinement(self.refine)
+
     def _require_no_ignored_fields(self) -> None:
-        """Check that no field is set that a solver of the whole network ignores."""
+        """Raise if a field is set that a solver of the whole network ignores."""
         usual = Recipe(), PRESETS["one-shot"]
         read = {"solver", "damping", "rounds", "finetune", "batch_norm", "depthwise"}
-        ignored = [one.name for one in fields(self) if one.name not in read]
-        given = [name for name in ignored if getattr(self, name) not in [getattr(one, name) for one in usual]]
-        if given:
+        ignored = [field.name for field in fields(self) if field.name not in read]
+        changed = [name for name in ignored if getattr(self, name) not in [getattr(recipe, name) for recipe in usual]]
+        if changed:
             raise ProblemError(
-                f"{', '.join(given)}: not with a solver of the whole network, which has one count and one quadratic "
+                f"{', '.join(changed)}: not with a solver of the whole network, which has one count and one quadratic "
                 'for all layers. Start from Recipe(), or from the preset "one-shot".'
             )
 
     def _require_blocks(self) -> None:
-        """Check the settings of block reconstruction.
+        """Raise unless the settings of block reconstruction go with the others.
 
         Raises:
             ProblemError: they are of another kind, or another setting contradicts them.
@@ -194,10 +240,10 @@ class Recipe(LayerSettings):
         Raises:
             ProblemError: an unknown field, or a setting outside its range.
         """
-        unknown = sorted(changes.keys() - {one.name for one in fields(self)})
+        names = [field.name for field in fields(self)]
+        unknown = sorted(changes.keys() - set(names))
         if unknown:
-            names = ", ".join(one.name for one in fields(self))
-            raise ProblemError(f"A recipe has no field {', '.join(unknown)}; the fields are {names}.")
+            raise ProblemError(f"A recipe has no field {', '.join(unknown)}; the fields are {', '.join(names)}.")
         values: dict[str, Any] = dict(changes)
         if "rounds" in values and not isinstance(values["rounds"], Rounds):
             count = values.pop("rounds")
@@ -239,7 +285,7 @@ class Recipe(LayerSettings):
 
     def to_yaml(self, complete: bool = False) -> str:
         """The recipe as YAML; arguments and errors as in `to_dict`."""
-        return text.dumped(text.to_dict(self, complete))
+        return text.dump_yaml(text.to_dict(self, complete))
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Recipe:
@@ -252,11 +298,11 @@ class Recipe(LayerSettings):
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, a line each."""
-        return text.shown(self)
+        return text.recipe_as_text(self)
 
 
 def is_magnitude(solver: object) -> bool:
-    """Check that a solver keeps the largest weights of a layer, and changes none."""
+    """True if a solver keeps the largest weights of a layer, and changes none."""
     return solver == "magnitude" or isinstance(solver, Magnitude)
 
 

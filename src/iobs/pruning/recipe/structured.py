@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from iobs.errors import ProblemError
-from iobs.pruning.recipe.finetune import FineTune
+from iobs.pruning.recipe.parts import FineTune
 from iobs.pruning.recipe.recipe import Recipe, as_recipe
 from iobs.solvers.families import GRID_SOLVERS, SOLVERS, UNIT_SOLVERS
 
@@ -15,7 +15,7 @@ _OF_ENTRIES = tuple(kind for kind in (*SOLVERS.values(), *GRID_SOLVERS.values())
 # One projection that repairs the residual stream, with the bias as a free column. "best" adds gradient steps on the KL
 # divergence to the dense network, in eval mode. Batch norms keep their statistics, which the exact refit relies on.
 _ONE_SHOT = Recipe(target="residual", damping=1e-3)
-_POLISH = FineTune(
+_FINETUNE = FineTune(
     lr="auto",
     optimizer="adam",
     steps=300,
@@ -30,7 +30,7 @@ _POLISH = FineTune(
 STRUCTURED = {
     "one-shot": _ONE_SHOT,
     "fast": replace(_ONE_SHOT, allocation="auto"),
-    "best": replace(_ONE_SHOT, allocation="auto", finetune=_POLISH),
+    "best": replace(_ONE_SHOT, allocation="auto", finetune=_FINETUNE),
 }
 
 
@@ -48,7 +48,7 @@ def as_structured_recipe(recipe: Recipe | str | Path) -> Recipe:
 
 
 def require_structured(recipe: Recipe) -> None:
-    """Check that a recipe can remove whole units.
+    """Raise unless a recipe can remove whole units.
 
     Raises:
         ProblemError: it names a setting or a solver that only zeros have.
@@ -60,9 +60,9 @@ def require_structured(recipe: Recipe) -> None:
         "keep_zeros": recipe.keep_zeros,
         "a solver of the whole network": recipe.network_solver is not None,
     }
-    found = [name for name, given in reasons.items() if given]
-    if found:
-        raise ProblemError(f"Structured removes units once, layer after layer; leave out {', '.join(found)}.")
+    refused = [name for name, applies in reasons.items() if applies]
+    if refused:
+        raise ProblemError(f"Structured removes units once, layer after layer; leave out {', '.join(refused)}.")
     solver, names = recipe.solver, ", ".join(UNIT_SOLVERS)
     if solver not in ("admm", *UNIT_SOLVERS) if isinstance(solver, str) else isinstance(solver, _OF_ENTRIES):
         raise ProblemError(f"The solver {solver!r} does not choose whole units; leave it out, or give one of {names}.")

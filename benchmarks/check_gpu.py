@@ -1,0 +1,309 @@
+"""Check and time iobs on a device, and predict the run of an 8-billion-parameter model.
+
+    python benchmarks/check_gpu.py [--device cuda] [--out iobs_check]
+
+It takes under ten minutes. It compares the results of the device with those of the CPU, and times the kernels and one
+block. It writes OUT.json and OUT.txt, which can be attached to a report. The exit status is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from check_results import CLOSE, Check, failed, network_checks, solver_checks, tried
+from torch import Tensor, nn
+
+import iobs
+from iobs.core.modes import full_precision
+from iobs.core.patterns import NM, Unstructured
+from iobs.core.quadratic import Quadratic
+from iobs.errors import IOBSError, ProblemError, is_out_of_memory
+from iobs.inference import gpu
+from iobs.models.output import make_folder
+from iobs.pruning.cost.loads import Rates, solve_operations
+from iobs.pruning.cost.phases import Shape, Work, phases
+from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.recipe import Recipe
+from iobs.solvers.kernels.conjugate import improve_weights
+from iobs.solvers.kernels.inverse import shifted_inverse
+from iobs.solvers.kernels.project import project
+
+_PRODUCTS = 20  # repetitions of a product with zeros
+_TIMED = 3  # repetitions of a timing; the median counts
+_BLOCKS, _SAMPLES, _LENGTH = 32, 128, 2048  # of the predicted run
+_BLOCK_8B = (
+    *(Shape(4096, 4096), Shape(1024, 4096), Shape(1024, 4096), Shape(4096, 4096)),
+    *(Shape(14336, 4096), Shape(14336, 4096), Shape(4096, 14336)),
+)
+_VOCABULARY_8B = 128256
+_OUTSIDE_8B = 2 * _VOCABULARY_8B * 4096
+_SHRUNK = 16  # factor by which the block is narrower on a CPU
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of a task, and its operations or bytes per second."""
+
+    name: str
+    seconds: float
+    rate: float
+    unit: str = "FLOP/s"
+
+
+@dataclass
+class Findings:
+    """Machine, checks and timings of one run, as they are written.
+
+    Attributes:
+        machine: names and versions.
+        checks: comparisons with the CPU.
+        timings: of kernels and of one block.
+        predicted: seconds by phase of the predicted run, by recipe.
+        notes: what was left out, and why.
+    """
+
+    machine: dict[str, str]
+    checks: list[Check] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    predicted: dict[str, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """The findings as text."""
+        yield from (f"{name}: {value}" for name, value in self.machine.items())
+        yield ""
+        yield from (f"{'ok    ' if one.passed else 'DIFFERS'} {one.name}: {one.detail}" for one in self.checks)
+        yield ""
+        yield from (f"{one.name}: {one.seconds:.4g} s, {one.rate:.3g} {one.unit}" for one in self.timings)
+        for name, found in self.predicted.items():
+            parts = ", ".join(f"{phase} {seconds / 60:.1f} min" for phase, seconds in found.items())
+            yield f"predicted for 8 billion parameters, {name}: {sum(found.values()) / 60:.0f} min ({parts})"
+        yield from self.notes
+
+
+@full_precision()
+def run(device: torch.device) -> Findings:
+    """Make all checks and timings on a device, in the precision of a run."""
+    found = Findings(_machine(device))
+    found.checks += [*solver_checks(device), *network_checks(device)]
+    shrink = _SHRUNK if device.type == "cpu" else 1
+    rates, error = tried(lambda: timed_block(device, shrink, found))
+    if error is not None and is_out_of_memory(error):
+        found.notes.append("One block of 8 billion parameters does not fit; it was timed at half its width.")
+        found.timings.clear()
+        error = None  # its traceback holds the tensors
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        rates, error = tried(lambda: timed_block(device, 2 * shrink, found))
+    if error is not None:
+        found.checks.append(failed("times of one block", error))
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        _, error = tried(lambda: sparse_products(device, capability, _BLOCK_8B[0].columns, found))
+        found.checks += [] if error is None else [failed("products with zeros", error)]
+    else:
+        found.notes.append("Products with zeros left out were not run: iobs.accelerate has other forms on a CPU.")
+    if rates is not None:
+        found.predicted |= predictions(rates)
+    return found
+
+
+def predictions(rates: Rates) -> dict[str, dict[str, float]]:
+    """Seconds by phase of pruning a model of 8 billion parameters from files, by recipe."""
+    weights = _BLOCKS * sum(shape.weights for shape in _BLOCK_8B) + _OUTSIDE_8B
+    work = Work(
+        _BLOCK_8B * _BLOCKS,
+        _SAMPLES * _LENGTH,
+        2 * weights,
+        vocabulary=_VOCABULARY_8B,
+        batch=_LENGTH,
+        samples=_SAMPLES,
+        hidden=_BLOCK_8B[0].columns,
+        step=_LENGTH,
+    )
+    held = {"one-shot": 0.0, "fast": 0.1, "best": 0.1}
+    return {name: phases(replace(work, held_out=share), Recipe.preset(name), rates) for name, share in held.items()}
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    name = platform.processor() or platform.machine() if gpu is None else f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB"
+    return {"device": str(device), "name": name, "torch": torch.__version__, "iobs": iobs.__version__}
+
+
+# ---- times
+def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
+    """Time the kernels and one block whose sides are divided by `shrink`; returns the measured rates."""
+    shapes = [Shape(one.rows // shrink, one.columns // shrink) for one in _BLOCK_8B]
+    wide, narrow = shapes[-1], shapes[0]
+    clock = Clock(device)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(rows, columns, generator=generator).to(device, dtype)
+
+    side = wide.columns
+    for dtype in (torch.float32, torch.bfloat16):
+        one = drawn(side, narrow.columns, dtype)
+        operations = 2.0 * side * side * narrow.columns
+        found.timings.append(clock.timed(f"product in {str(dtype)[6:]}", operations, partial(torch.matmul, one, one.T)))
+    moved = torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copied = clock.timed("copy from main memory", moved.numel(), lambda: moved.to(device, copy=True), "B/s")
+    found.timings.append(copied)
+    kernel_times(narrow, clock, drawn, found)
+    solve, operations = 0.0, 0.0
+    recipe = Recipe(solver="admm")
+    for shape in dict.fromkeys(shapes):
+        weight = drawn(shape.rows, shape.columns)
+        inputs = drawn(2 * shape.columns, shape.columns)
+        problem = Quadratic.at(weight, inputs.T @ inputs)
+        count = shapes.count(shape)
+        one_solve = clock.timed(
+            f"solve {shape.rows} x {shape.columns}, ADMM 50 %",
+            solve_operations(shape, recipe),
+            partial(iobs.solve, problem, Unstructured(0.5), "admm", damping=0.01),
+            repeat=1,
+        )
+        found.timings.append(one_solve)
+        solve, operations = solve + count * one_solve.seconds, operations + count * solve_operations(shape, recipe)
+        del problem, inputs
+    step = timed_step(shapes, device, clock)
+    found.timings.append(step)
+    if shrink > 1:
+        found.notes.append(f"The block was timed with its sides divided by {shrink}; rates are assumed to be the same.")
+    measured = measured_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return replace(measured, product=step.rate, solve=operations / solve, transfer=copied.rate)
+
+
+def kernel_times(shape: Shape, clock: Clock, drawn: Callable[[int, int], Tensor], found: Findings) -> None:
+    """Time the kernels of the solvers on one layer."""
+    rows, columns = shape.shape
+    inputs, weight = drawn(2 * columns, columns), drawn(rows, columns)
+    hessian = (inputs.T @ inputs).contiguous()
+    shift = float(hessian.diagonal().mean())
+    pattern = Unstructured(0.5).groups(shape.shape)
+    mask = weight.abs() > weight.abs().median()
+    linear = (weight @ hessian).contiguous()
+    tasks: dict[str, tuple[float, Callable[[], object]]] = {
+        "Gram": (2.0 * inputs.numel() * columns, lambda: inputs.T @ inputs),
+        "inverse": (2.0 * columns**3, lambda: shifted_inverse(hessian, shift)),
+        "projection": (
+            10.0 * rows * columns,
+            lambda: project(weight.clone(), weight.clone(), mask.clone(), linear, pattern, shift, 1.4),
+        ),
+        "conjugate gradients": (
+            6 * 2.0 * rows * columns**2,
+            lambda: improve_weights(hessian, linear, mask, weight * mask, 6),
+        ),
+        "SparseGPT": (
+            2.0 * rows * columns**2,
+            lambda: iobs.solve(Quadratic.at(weight, hessian), NM(2, 4), "sparsegpt", damping=0.01),
+        ),
+    }
+    for name, (operations, task) in tasks.items():
+        found.timings.append(clock.timed(name, operations, task))
+
+
+@torch.no_grad()
+def sparse_products(device: torch.device, capability: tuple[int, int], side: int, found: Findings) -> None:
+    """Compare and time the forms of `iobs.accelerate` on a GPU, in bfloat16: one token and 1,024 tokens."""
+    clock, generator = Clock(device), torch.Generator().manual_seed(0)
+    for pattern in (NM(2, 4), Unstructured(0.5), Unstructured(0.7), Unstructured(0.9)):
+        weight = torch.randn(side, side, generator=generator) / side**0.5
+        weight = iobs.solve(Quadratic.at(weight, torch.eye(side)), pattern, "magnitude").weight
+        layer = nn.Linear(side, side, bias=False)
+        layer.weight.data = weight
+        layer.to(device, torch.bfloat16)
+        makers, notes = gpu.forms(layer, capability)
+        for tokens in (1, 1024):
+            given = torch.randn(tokens, side, generator=generator).to(device, torch.bfloat16)
+            forms, more = gpu.usable(makers, given)
+            found.notes += [f"{pattern}: {note}." for note in notes + more if f"{pattern}: {note}." not in found.notes]
+            wanted = layer(given).float()
+            for name, form in {"dense": layer, **forms}.items():
+                title = f"{name} product of {pattern}, {side} x {side}, {tokens} token(s)"
+                apart = float((form(given).float() - wanted).norm() / wanted.norm())
+                found.checks += [Check(title, apart <= CLOSE, f"{apart:.1e} from dense")] if name != "dense" else []
+                found.timings.append(clock.timed(title, 2.0 * tokens * side**2, partial(form, given), repeat=_PRODUCTS))
+
+
+def timed_step(shapes: list[Shape], device: torch.device, clock: Clock) -> Timing:
+    """Time a gradient step of a gated perceptron and four projections, with the shapes of a block, in 1,024 tokens."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    query, key, value, output, gate, up, down = (
+        torch.randn(one.rows, one.columns, device=device, dtype=dtype).div_(one.columns**0.5).requires_grad_()
+        for one in shapes
+    )
+    hidden = torch.randn(1024, shapes[0].columns, device=device, dtype=dtype)
+
+    def step() -> None:
+        mixed = (hidden @ query.T) * (hidden @ key.T).repeat(1, 4) + (hidden @ value.T).repeat(1, 4)
+        state = hidden + mixed @ output.T
+        state = state + (torch.nn.functional.silu(state @ gate.T) * (state @ up.T)) @ down.T
+        torch.autograd.grad(state.square().mean(), [query, key, value, output, gate, up, down])
+
+    return clock.timed("gradient step of a block", 6.0 * 1024 * sum(one.weights for one in shapes), step)
+
+
+class Clock:
+    """Times tasks on a device, and waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def timed(
+        self, name: str, amount: float, task: Callable[[], object], unit: str = "FLOP/s", repeat: int = _TIMED
+    ) -> Timing:
+        """The median time of a task after one untimed call; `amount` is its operations or bytes."""
+        task()
+        found = [self._once(task) for _ in range(repeat)]
+        seconds = statistics.median(found)
+        return Timing(name, seconds, amount / seconds, unit)
+
+    def _once(self, task: Callable[[], object]) -> float:
+        self._wait()
+        began = time.perf_counter()
+        task()
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the checks, print and write the findings; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python benchmarks/check_gpu.py", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("iobs_check"), help="files OUT.json and OUT.txt")
+    given = parser.parse_args(arguments)
+    try:
+        try:
+            device = torch.empty(1, device=given.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise ProblemError(f"The device {given.device} cannot be used ({error}); give --device cpu.") from error
+        make_folder(given.out.parent)
+        found = run(device)
+    except IOBSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    text = "\n".join(found.lines()) + "\n"
+    sys.stdout.write(text)
+    for suffix, content in {"json": json.dumps(asdict(found), indent=1), "txt": text}.items():
+        given.out.with_name(f"{given.out.name}.{suffix}").write_text(content, encoding="utf8")
+    return 0 if all(one.passed for one in found.checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,0 @@
-"""Figure 2: perplexity of Llama-2 over ten rounds."""
-
-from __future__ import annotations
-
-from iobs.paper.llama import experiment
-
-EXPERIMENT = experiment("Llama-2", "Figure 2", "figure")

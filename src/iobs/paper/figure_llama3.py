@@ -1,7 +1,0 @@
-"""Figure 3: perplexity of Llama-3 over ten rounds."""
-
-from __future__ import annotations
-
-from iobs.paper.llama import experiment
-
-EXPERIMENT = experiment("Llama-3", "Figure 3", "figure")

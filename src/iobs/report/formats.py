@@ -1,0 +1,124 @@
+"""Numbers as text for readers, plain values as JSON for programs, and texts without the folders of this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TypeAlias, cast
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+_LESS_IS_BETTER = ("perplexity", "loss", "kl", "error", "seconds", "bits", "brier")  # parts of names of metrics
+_INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no such numbers
+_LONGEST_PATH = 4096  # characters
+# An absolute path of Linux, macOS or Windows, at the beginning of a text or after a separator.
+_START, _REST = r"""(?:(?<=^)|(?<=[\s'"=\[(,;]))""", r"""[^\s'",;)\]]"""
+_ABSOLUTE = re.compile(rf"{_START}(?:/(?!/){_REST}*(?<![.:/])|[A-Za-z]:[\\/]{_REST}+)")
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """0.5 -> "50.0 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, "–" for None; scientific notation only below 1e-4 and from 1e6 on."""
+    if value is None:
+        return "–"
+    if value != 0 and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    text = f"{value:#.{digits}g}"
+    return f"{value:,.0f}" if "e" in text else text.rstrip(".")
+
+
+def score(value: float) -> str:
+    """A metric or a count: two or three decimals, none for whole numbers from 100 on."""
+    if float(value).is_integer() and abs(value) >= 100:  # infinity is not an integer
+        return f"{value:,.0f}"
+    if abs(value) >= 1e5:
+        return significant(value)
+    return f"{value:,.2f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """A time as 12.3 s, 4 min 05 s or 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: float) -> str:
+    """A number of bytes in MB or GB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def higher_is_better(metric: str) -> bool:
+    """True if larger values of a metric are better."""
+    return not any(word in metric for word in _LESS_IS_BETTER)
+
+
+def best_name(values: Mapping[str, float], metric: str) -> str | None:
+    """The name with the best value of a metric; NaN is never the best."""
+    numbers = {name: value for name, value in values.items() if not math.isnan(value)}
+    return (max if higher_is_better(metric) else min)(numbers, key=lambda name: numbers[name], default=None)
+
+
+def to_json(value: object) -> str:
+    """Plain values as standard JSON; non-finite numbers become "Infinity", "-Infinity" or "NaN"."""
+    return json.dumps(
+        _mapped(value, lambda leaf: json.dumps(leaf) if _is_infinite(leaf) else leaf), indent=1, default=str
+    )
+
+
+def from_json(text: str) -> JSON:
+    """Read JSON that `to_json` wrote.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    return cast(
+        JSON, _mapped(json.loads(text), lambda leaf: _INFINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
+    )
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _mapped(value: object, change: Callable[[object], object]) -> object:
+    """Apply `change` to every leaf of a tree of dictionaries and lists."""
+    if isinstance(value, dict):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(entry, change) for entry in value]
+    return change(value)
+
+
+def without_folders(text: str) -> str:
+    """The text with every absolute path replaced by its last name; only an existing path may contain spaces."""
+    # os.path.exists says no where Path.exists raises: no permission, or a name longer than the system allows.
+    if text.startswith("/") and len(text) < _LONGEST_PATH and os.path.exists(text):
+        return Path(text).name or text
+    return _ABSOLUTE.sub(lambda match: _last_name(match[0]), text)
+
+
+def _last_name(path: str) -> str:
+    kind = PurePosixPath if path.startswith("/") else PureWindowsPath
+    return kind(path).name or path
+
+
+def paths_without_folders(value: object) -> object:
+    """Plain values, with `without_folders` applied to every text in them."""
+    if isinstance(value, str):
+        return value if value.startswith("data:") else without_folders(value)
+    if isinstance(value, dict):
+        return {name: paths_without_folders(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [paths_without_folders(entry) for entry in value]
+    return value
