@@ -23,8 +23,7 @@ if _TYPE_CHECKING:
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
-    from iobs.optimize.bounds.members import RashomonSet
-    from iobs.optimize.bounds.rashomon import rashomon_set
+    from iobs.optimize.bounds.rashomon import RashomonSet, rashomon_set
     from iobs.optimize.estimators import (
         SparseClassifier,
         SparseCox,
@@ -115,8 +114,7 @@ _HOMES = {
     "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
-    "iobs.optimize.bounds.members": ("RashomonSet",),
-    "iobs.optimize.bounds.rashomon": ("rashomon_set",),
+    "iobs.optimize.bounds.rashomon": ("RashomonSet", "rashomon_set"),
     "iobs.optimize.estimators": (
         *("SparseClassifier", "SparseCox", "SparseInteractions", "SparseMultiTaskRegressor", "SparseRegressor"),
         *("knockoff_filter", "split_inference", "stability_selection"),

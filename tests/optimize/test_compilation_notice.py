@@ -3,7 +3,7 @@
 import logging
 from types import SimpleNamespace
 
-from iobs.optimize.search.compiled import announce_compilation
+from iobs.optimize.search.gram_search import announce_compilation
 
 
 def kernel(folder, signatures=()):

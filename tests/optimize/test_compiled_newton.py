@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from iobs.optimize.objectives.families import Logistic, Poisson
-from iobs.optimize.refit import newton, newton_numba
+from iobs.optimize.refit import kernels, newton
 
 FAMILIES = [Logistic, Poisson]
 
@@ -73,5 +73,5 @@ def test_compiled_form_equals_its_plain_form(family, monkeypatch):
     objective, _ = _problem(family, 3, n=40, k=3, ridge=0.2)
     fast = newton._compiled(objective, np.zeros(3), 50)
     for name in ("_evaluate", "factorise", "solve", "minimise"):
-        monkeypatch.setattr(newton_numba, name, getattr(newton_numba, name).py_func)
+        monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
     assert newton._compiled(objective, np.zeros(3), 50) == pytest.approx(fast, rel=1e-10)

@@ -14,7 +14,7 @@ from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import refit
-from iobs.optimize.search import auto, compiled, gram_kernels, gram_search
+from iobs.optimize.search import auto, gram_search, kernels
 from iobs.optimize.search import path as paths
 
 
@@ -30,7 +30,7 @@ def test_search_finds_the_best_of_all_supports(forced, ridge):
     for seed in range(4):
         objective = _objective(seed, d=10, rho=0.8, forced=forced, ridge=ridge)
         gram = by_gram(objective)
-        fit = compiled.best_fit(Problem(gram, 4), gram, 18)
+        fit = gram_search.best_fit(Problem(gram, 4), gram, 18)
         free = np.setdiff1d(np.arange(10), forced)
         values = [
             refit(objective, np.union1d(np.array(chosen, int), forced).astype(int)).value
@@ -43,7 +43,7 @@ def test_search_finds_the_best_of_all_supports(forced, ridge):
 def test_no_exchange_improves_a_compiled_fit():
     objective = _objective(5, n=150, d=40, k=8, rho=0.9)
     gram = by_gram(objective)
-    fit = compiled.best_fit(Problem(gram, 8), gram, 0)
+    fit = gram_search.best_fit(Problem(gram, 8), gram, 0)
     for leaving, entering in itertools.product(fit.support, np.setdiff1d(np.arange(40), fit.support)):
         support = np.sort(np.append(np.setdiff1d(fit.support, leaving), entering))
         assert refit(objective, support).value >= fit.value * (1 - 1e-9)
@@ -53,7 +53,7 @@ def test_compiled_and_general_searches_are_equally_good():
     compiled_total, general_total, equal = 0.0, 0.0, 0
     for seed in range(12):
         gram = by_gram(_objective(seed, n=150, d=60, k=10, rho=0.9))
-        ours = compiled.best_fit(Problem(gram, 10), gram, 18).value
+        ours = gram_search.best_fit(Problem(gram, 10), gram, 18).value
         general = list(auto._stages(Problem(gram, 10), None, 18, None))[-1].fit.value
         compiled_total, general_total = compiled_total + ours, general_total + general
         equal += ours == pytest.approx(general, rel=1e-9)
@@ -67,7 +67,7 @@ def test_compiled_path_equals_the_general_path(forced, exact, monkeypatch):
     objective = _objective(3, n=150, d=40, k=8, rho=0.9, forced=forced)
     sizes = [0, 1, 2, 3, 5, 8, 13, 30]
     found = paths.path(objective, sizes, exact=exact)
-    monkeypatch.setattr(compiled, "path_fits", lambda *arguments: None)
+    monkeypatch.setattr(gram_search, "path_fits", lambda *arguments: None)
     for ours, general in zip(found, paths.path(objective, sizes, exact=exact), strict=True):
         assert ours.support.tolist() == general.support.tolist()
         assert ours.theta == pytest.approx(general.theta, rel=1e-8, abs=1e-10)
@@ -79,7 +79,7 @@ def test_dependent_columns_are_left_to_the_general_search():
     design = rng.standard_normal((30, 4))
     objective = LeastSquares(np.hstack([design, design]), design.sum(axis=1) + 0.1 * rng.standard_normal(30))
     gram = by_gram(objective)
-    assert compiled.path_fits(Problem(gram, 8), gram, [8]) is None
+    assert gram_search.path_fits(Problem(gram, 8), gram, [8]) is None
     result = minimize(objective, 4)
     assert {j % 4 for j in result.support.tolist()} == {0, 1, 2, 3}
 
@@ -126,18 +126,18 @@ def test_model_without_a_minimiser_is_no_agreement():
 def test_minimiser_is_exact_where_single_precision_fails(rng):
     half = rng.standard_normal((600, 300)) * 10.0 ** rng.integers(-30, 30, 300)
     hessian, theta = half.T @ half, rng.standard_normal(300) / np.sqrt((half**2).sum(axis=0))
-    found = compiled._minimiser(hessian, hessian @ theta)
+    found = gram_search._minimiser(hessian, hessian @ theta)
     np.testing.assert_allclose(found, theta, rtol=1e-6)
-    assert compiled._minimiser(np.zeros((300, 300)), np.ones(300)).size == 0
+    assert gram_search._minimiser(np.zeros((300, 300)), np.ones(300)).size == 0
 
 
 def test_compiled_kernels_equal_their_plain_form(monkeypatch):
     gram = by_gram(_objective(2, n=60, d=10))
-    problem = compiled.gram_problem(Problem(gram, 3), gram)
+    problem = gram_search.gram_problem(Problem(gram, 3), gram)
     draws = np.random.default_rng(0).random((6, 2, 3))
     fast = gram_search.search(problem, 3, 6, np.abs(gram.linear), draws, 6)
     fast_path = gram_search.path(problem, 6)
-    for module in (gram_kernels, gram_search):
+    for module in (kernels, gram_search):
         for name, function in list(vars(module).items()):
             if hasattr(function, "py_func"):
                 monkeypatch.setattr(module, name, function.py_func)

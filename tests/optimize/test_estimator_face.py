@@ -88,9 +88,8 @@ def test_classifier_of_text_labels_has_names_and_errors_for_every_class():
 def test_errors_of_two_classes_agree_between_logistic_and_multinomial(rng):
     """Two classes as a multinomial: each coefficient about its mean is half the logistic one, and so is its error."""
     from iobs.optimize.objectives.families import Logistic
-    from iobs.optimize.objectives.multinomial import Multinomial
-    from iobs.optimize.refit.fit import Fit
-    from iobs.optimize.refit.newton import minimise_on_all
+    from iobs.optimize.objectives.tabled import Multinomial
+    from iobs.optimize.refit.newton import Fit, minimise_on_all
     from iobs.optimize.search.path import standard_errors
 
     X = rng.standard_normal((300, 2))

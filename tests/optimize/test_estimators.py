@@ -18,7 +18,7 @@ from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
-from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.objectives.tabled import Multinomial
 from iobs.optimize.refit.newton import minimise_on_all, refit
 from iobs.optimize.search.path import information, standard_errors
 

@@ -10,7 +10,7 @@ import pytest
 from iobs.errors import ProblemError
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie
-from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.objectives.tabled import Multinomial
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.path import information, standard_errors
 

@@ -12,7 +12,7 @@ from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.base import state_at
 from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
-from iobs.optimize.methods.regularised import RegularisedNewton
+from iobs.optimize.methods.sparse_newton import RegularisedNewton
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares

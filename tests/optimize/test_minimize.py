@@ -20,8 +20,7 @@ from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit, newton_direction
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, newton_direction, refit
 from iobs.optimize.search import auto, pursuits
 from iobs.optimize.search.swaps import Swapper
 

@@ -12,7 +12,7 @@ import iobs
 from iobs import SparseMultiTaskRegressor, SparseRegressor
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.objectives import LeastSquares, MultiResponse
-from iobs.optimize.objectives.multinomial import Multinomial
+from iobs.optimize.objectives.tabled import Multinomial
 
 
 def _data(rng, n=80, d=7, outputs=3):

@@ -12,8 +12,7 @@ from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import inverse_block
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import inverse_block, refit
 from iobs.optimize.search import kernels, pursuits
 from iobs.optimize.search.swaps import Swapper
 

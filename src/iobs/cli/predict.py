@@ -37,22 +37,22 @@ def predict(
     from iobs.errors import OutputError
 
     console.check_files((output,), (model, model / "model.json", data))
-    found = Fitted.load(model).predict(data)
+    predictions = Fitted.load(model).predict(data)
     if output is not None:
         with whole_file(output) as written, written.open("w", newline="", encoding="utf8") as file:
-            _write(found, file)
+            _write(predictions, file)
         console.say(f"Wrote {output}")
     if talk.as_json:  # the columns have a place of their own, since their names are the user's
-        console.print_json({"predictions": found})
+        console.print_json({"predictions": predictions})
     elif output is None:
         try:
-            _write(found, sys.stdout)
+            _write(predictions, sys.stdout)
         except UnicodeEncodeError as error:
             raise OutputError(f"{error.encoding} has no {error.object[error.start]!r}; write a file with -o.") from None
 
 
-def _write(found: dict[str, list[str] | list[float]], file: TextIO) -> None:
+def _write(predictions: dict[str, list[str] | list[float]], file: TextIO) -> None:
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(found)
-    for row in zip(*found.values(), strict=True):
+    writer.writerow(predictions)
+    for row in zip(*predictions.values(), strict=True):
         writer.writerow([repr(value) if isinstance(value, float) else value for value in row])

@@ -1,12 +1,13 @@
-"""The result of `iobs solve`: its report and figure; `solution_tables` prints it."""
+"""The result of `iobs solve`: its fit, its report and its figure; `solution_tables` prints it."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -14,76 +15,13 @@ from iobs.cli import console
 from iobs.core.whole_files import whole_file
 
 if TYPE_CHECKING:
-    from iobs.cli.near_optimal import NearOptimal
-    from iobs.cli.sides import Sides
-    from iobs.data.tables import Table
-    from iobs.optimize.estimators.base import SparseEstimator
+    from iobs.cli.solve_inputs import Regression
+    from iobs.optimize.estimators.base import ChosenPath, Observations, SparseEstimator
     from iobs.optimize.estimators.knockoffs import KnockoffFilter
-    from iobs.optimize.objectives.base import Objective
     from iobs.optimize.objectives.design import Array
-    from iobs.optimize.refit.fit import Fit
 
+JSONObject: TypeAlias = dict[str, Any]
 _PAIRS = 1e9  # most pairs of rows that the concordance compares
-
-
-class FeatureRow(TypedDict):
-    """A chosen column and its coefficient; `label` is the class, where there are more than two."""
-
-    name: str
-    label: NotRequired[str]
-    coefficient: float
-    standard_error: float | None
-    z: float | None
-    per_standard_deviation: float
-    hazard_ratio: NotRequired[float]
-
-
-class PathRow(TypedDict):
-    """The best columns for one k; `score` and its error are there if k was chosen."""
-
-    k: int
-    value: float
-    features: list[str]
-    score: NotRequired[float]
-    score_error: NotRequired[float | None]
-
-
-class KnockoffReport(TypedDict):
-    """Result of the knockoff filter: its limit, the estimate of the false share, and W of every column."""
-
-    fdr: float
-    kind: str
-    false_share: float | None
-    statistics: dict[str, float]
-
-
-class FitReport(TypedDict):
-    """Numbers of the fit; `value` is the loss, `explained` the share of the baseline's loss, ridge terms excluded."""
-
-    loss: str
-    samples: int
-    columns: int
-    k: int
-    value: float
-    value_without_features: float
-    explained: float | None
-    noise: float | None
-
-
-class ModelReport(FitReport):
-    """The fitted model as written to JSON; `model` is what predicts."""
-
-    intercept: float | list[float]
-    classes: list[str]
-    features: list[FeatureRow]
-    standard_errors: str
-    path: list[PathRow]
-    model: dict[str, Any]
-    rows_dropped: int
-    concordance: NotRequired[float]
-    knockoffs: NotRequired[KnockoffReport]
-    certificate: NotRequired[str]
-    near_optimal: NotRequired[NearOptimal]
 
 
 @dataclass(frozen=True)
@@ -91,188 +29,187 @@ class Solution:
     """Result of `iobs solve`.
 
     Attributes:
-        table: the data.
-        target: name of the column that is explained.
-        loss: one of `iobs.data.fitted.LOSSES`.
-        objective: the loss on the table.
-        fits: the best fits for k = 0, 1, ... up to the k that is used.
-        chooser: the estimator that chose k; None if k was given.
-        how: k as asked for.
-        sides: sample weights, offset, events and bounds.
+        problem: the table and what the options say about it.
+        estimator: fitted.
+        data: the samples as the estimator takes them.
+        path: the fits of every k.
         knockoffs: the filter that chose the columns; None if the best columns for a k were searched.
     """
 
-    table: Table
-    target: str
-    loss: str
-    objective: Objective
-    fits: list[Fit]
-    chooser: SparseEstimator | None
-    how: str
-    sides: Sides
+    problem: Regression
+    estimator: SparseEstimator
+    data: Observations
+    path: ChosenPath
     knockoffs: KnockoffFilter | None = None
 
     @property
-    def size(self) -> int:
-        """The k that is used."""
-        return len(self.fits) - 1
+    def criterion(self) -> str:
+        """The criterion that chose k; "" if k was given."""
+        k = self.estimator.k
+        return k if isinstance(k, str) and self.knockoffs is None else ""
 
     @property
-    def best(self) -> Fit:
-        """The fit for that k."""
-        return self.fits[-1]
+    def coefficients(self) -> Array:
+        """(1, d), or (C, d) for C > 2 classes."""
+        return np.atleast_2d(self.estimator.coef_)
 
     @cached_property
     def spread(self) -> Array:
         """Weighted standard deviations of the columns (d,)."""
         from iobs.optimize.objectives.centring import variances
 
-        return np.asarray(np.sqrt(variances(self.table.X, self.sides.weights, True)))
-
-    def coefficients(self, theta: Array) -> tuple[Array, Array]:
-        """(1, d) and (1,), or (C, d) and (C,) for C > 2 classes."""
-        from iobs.optimize.objectives.multinomial import Multinomial
-
-        if isinstance(self.objective, Multinomial):
-            return self.objective.table(theta)
-        coefficients, constant = self.objective.split(theta)
-        return coefficients[None, : len(self.table.names)], np.array([constant])
-
-    @cached_property
-    def errors(self) -> tuple[Array, float]:
-        """Standard errors in the shape of the coefficients, NaN outside the support; and the noise."""
-        from iobs.optimize.objectives.multinomial import Multinomial
-        from iobs.optimize.search.path import standard_errors
-
-        bounds = self.sides.bounds
-        free = self.best if bounds is None else bounds.inside(self.best)
-        found = standard_errors(self.objective, free, float(self.sides.weights.sum()), intercept=True)
-        values = np.full(self.objective.dimension, np.nan)
-        values[free.support] = found.errors
-        if isinstance(self.objective, Multinomial):
-            return self.objective.table(values)[0], found.noise
-        return values[None, : len(self.table.names)], found.noise
+        return np.asarray(np.sqrt(variances(self.data.X, self.data.weights, True)))
 
 
-def report(found: Solution) -> ModelReport:
-    """The result as plain values."""
+def best_columns(problem: Regression, k: str, seed: int) -> Solution:
+    """Choose k if it is a criterion, then fit every k up to it; the last fit by the best known method."""
+    from iobs.optimize.estimators.base import fit_from_zero
+
+    estimator = problem.estimator(k, seed)
+    data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
+    return Solution(problem, estimator, data, path)
+
+
+def knockoff_columns(problem: Regression, fdr: float, seed: int) -> Solution:
+    """The fits of the first k columns in the order of the knockoff filter's statistic, up to all that it chooses.
+
+    Raises:
+        DataError: a target of more than two classes, or constant columns.
+        ProblemError: columns that have no knockoffs.
+    """
+    from iobs.errors import DataError
+    from iobs.optimize.estimators.base import fit_supports
+    from iobs.optimize.estimators.knockoffs import knockoff_filter
+
+    table = problem.table
+    if len(table.classes) > 2:
+        raise DataError("--select knockoff needs a target of numbers, or of at most two classes.")
+    constant = [name for name, values in zip(table.names, table.X.T, strict=True) if (values == values[0]).all()]
+    if constant:
+        options = " ".join(f"--drop {shlex.quote(name)}" for name in constant)
+        raise DataError(f"Constant columns have no knockoffs; leave them out with {options}.")
+    estimator = problem.estimator("ebic", seed)
+    chosen = knockoff_filter(estimator, table.X, problem.answers, fdr=fdr, seed=seed)
+    order = chosen.support[np.argsort(-chosen.statistics[chosen.support], kind="stable")]
+    supports = [order[:k] for k in range(order.size + 1)]
+    data, path = fit_supports(estimator, table.X, problem.answers, supports)
+    return Solution(problem, estimator, data, path, chosen)
+
+
+def report(solution: Solution) -> JSONObject:
+    """The result as plain values; `model` is what predicts, `path` has the best columns for every k.
+
+    `value` is the loss; `explained` is the share of the baseline's loss, ridge terms excluded. `score` and
+    `score_error` of the path are there if k was chosen.
+    """
     from iobs.optimize.estimators.summary import AFTER_SELECTION
-    from iobs.optimize.objectives.multinomial import Multinomial
+    from iobs.optimize.objectives.tabled import Multinomial
     from iobs.optimize.refit.newton import refit
     from iobs.optimize.search.path import unpenalised
 
-    objective, table, best = found.objective, found.table, found.best
+    problem, estimator, objective = solution.problem, solution.estimator, solution.path.objective
+    table, best = problem.table, solution.path.fit
     # The baseline has no column, not even the forced ones: only the intercept, where it is a coordinate.
-    first = 0 if isinstance(objective, Multinomial) else len(table.names)
+    first = 0 if isinstance(objective, Multinomial) else len(problem.names)
     constant = refit(objective, objective.forced[objective.forced >= first])
     empty = unpenalised(objective, constant)
-    constants = found.coefficients(best.theta)[1]
-    noise = found.errors[1]
-    model: ModelReport = {
-        "loss": found.loss,
+    constants = np.atleast_1d(estimator.intercept_)
+    model = {
+        "loss": problem.loss,
         "samples": len(table.y),
-        "columns": len(table.names),
-        "k": found.size,
+        "columns": len(problem.names),
+        "k": estimator.k_,
         "value": best.value,
         "value_without_features": constant.value,
         "explained": 1 - unpenalised(objective, best) / empty if empty > 0 else None,
-        "noise": noise if found.loss == "squared" and math.isfinite(noise) else None,
+        "noise": _finite(estimator.noise_) if problem.loss == "squared" else None,
         "intercept": float(constants[0]) if constants.size == 1 else constants.tolist(),
         "classes": table.classes,
-        "features": _features(found),
+        "features": _features(solution),
         "standard_errors": AFTER_SELECTION,
-        "path": _path(found),
-        "model": _fitted(found),
+        "path": _path(solution),
+        "model": _fitted(solution),
         "rows_dropped": table.dropped,
     }
-    if found.knockoffs is not None:
-        share = found.knockoffs.false_share
+    if solution.knockoffs is not None:
         model["knockoffs"] = {
-            "fdr": found.knockoffs.fdr,
-            "kind": found.knockoffs.kind,
-            "false_share": share if math.isfinite(share) else None,
-            "statistics": dict(zip(table.names, found.knockoffs.statistics.tolist(), strict=True)),
+            "fdr": solution.knockoffs.fdr,
+            "kind": solution.knockoffs.kind,
+            "false_share": _finite(solution.knockoffs.false_share),
+            "statistics": dict(zip(table.names, solution.knockoffs.statistics.tolist(), strict=True)),
         }
-    pairs = _concordance(found)
-    if pairs is not None:
-        model["concordance"] = pairs
+    concordance = _concordance(solution)
+    if concordance is not None:
+        model["concordance"] = concordance
     return model
 
 
-def _features(found: Solution) -> list[FeatureRow]:
-    theta, errors = found.coefficients(found.best.theta)[0], found.errors[0]
-    weight = np.abs(theta).max(axis=0) * found.spread
-    used = [j for j in np.argsort(-weight, kind="stable").tolist() if theta[:, j].any()]
-    rows: list[FeatureRow] = []
-    for j in used:
-        for number, label in enumerate(found.table.classes if len(theta) > 1 else [""]):
-            value, error = float(theta[number, j]), float(errors[number, j])
-            row: FeatureRow = {
-                "name": found.table.names[j],
+def _finite(value: float) -> float | None:
+    """The value, or None in the place of NaN and infinity, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _features(solution: Solution) -> list[JSONObject]:
+    """The chosen columns and their coefficients, the most important first; with more than two classes one for each."""
+    problem, coefficients = solution.problem, solution.coefficients
+    errors = np.atleast_2d(solution.estimator.standard_errors_)
+    weight = np.abs(coefficients).max(axis=0) * solution.spread
+    rows: list[JSONObject] = []
+    for j in np.argsort(-weight, kind="stable").tolist():
+        if not coefficients[:, j].any():
+            continue
+        for number, label in enumerate(problem.table.classes if len(coefficients) > 1 else [""]):
+            value, error = float(coefficients[number, j]), float(errors[number, j])
+            row = {
+                "name": problem.names[j],
                 "coefficient": value,
-                "standard_error": error if math.isfinite(error) else None,
+                "standard_error": _finite(error),
                 "z": value / error if error > 0 else None,
-                "per_standard_deviation": value * float(found.spread[j]),
+                "per_standard_deviation": value * float(solution.spread[j]),
             }
             if label:
                 row["label"] = label
-            if found.loss == "cox":
+            if problem.loss == "cox":
                 row["hazard_ratio"] = float(np.exp(value))
             rows.append(row)
     return rows
 
 
-def _concordance(found: Solution) -> float | None:
+def _concordance(solution: Solution) -> float | None:
     """Harrell's concordance of Cox's model on the table; None for other losses, and where pairs are too many."""
     from iobs.optimize.estimators.survival import concordance
 
-    events, times, weights = found.sides.events, found.table.y, found.sides.weights
-    if events is None or len(times) * float(events.sum()) > _PAIRS:
+    events, data = solution.problem.events, solution.data
+    if events is None or len(events) * float(events.sum()) > _PAIRS:
         return None
-    margin = found.table.X @ found.coefficients(found.best.theta)[0][0]
-    margin = margin if found.sides.offset is None else margin + found.sides.offset
-    value = concordance(times, events, margin, weights)
-    return value if math.isfinite(value) else None
+    margin = data.margin(solution.coefficients[0], 0.0)
+    return _finite(concordance(data.y[:, 0], events, margin, data.weights))
 
 
-def _path(found: Solution) -> list[PathRow]:
-    """The fits of every k; those beyond the chosen k are the chooser's."""
-    names = found.table.names
-    rows: list[PathRow] = [
-        {
-            "k": k,
-            "value": fit.value,
-            "features": [names[j] for j in np.flatnonzero(found.coefficients(fit.theta)[0].any(axis=0))],
-        }
-        for k, fit in enumerate(found.fits)
-    ]
-    if found.chooser is None:
-        return rows
-    for entry in found.chooser.path_:
-        if entry["k"] >= len(rows):
-            rows.append(
-                {"k": entry["k"], "value": entry["loss"], "features": [names[j] for j in entry["support"].tolist()]}
-            )
-        rows[entry["k"]]["score"] = entry["score"]
-        error = entry["score_error"]
-        rows[entry["k"]]["score_error"] = error if math.isfinite(error) else None
+def _path(solution: Solution) -> list[JSONObject]:
+    names, rows = solution.problem.names, []
+    for entry in solution.estimator.path_:
+        row = {"k": entry["k"], "value": entry["loss"], "features": [names[j] for j in entry["support"].tolist()]}
+        if solution.criterion:
+            row.update(score=entry["score"], score_error=_finite(entry["score_error"]))
+        rows.append(row)
     return rows
 
 
-def _fitted(found: Solution) -> dict[str, Any]:
+def _fitted(solution: Solution) -> JSONObject:
     """The model on the columns of the file that it uses."""
-    from iobs.cli.sides import columns_of_file
     from iobs.data.fitted import Fitted
     from iobs.optimize.estimators.survival import baseline
     from iobs.optimize.search.hierarchy import pairs_of
 
-    theta, constants = found.coefficients(found.best.theta)
+    problem, data, coefficients = solution.problem, solution.data, solution.coefficients
+    constants = np.atleast_1d(solution.estimator.intercept_)
     kept, codings, start = [], [], 0
-    used = np.flatnonzero(theta.any(axis=0))
-    width = columns_of_file(found.table)
+    used = np.flatnonzero(coefficients.any(axis=0))
+    width = len(problem.table.names)
     products = used[used >= width]
     parents = pairs_of(width)[products - width]
-    for coding in found.table.codings:
+    for coding in problem.table.codings:
         columns = range(start, start + len(coding.names))
         start = columns.stop
         if np.isin(columns, used).any() or np.isin(columns, parents).any():
@@ -280,29 +217,27 @@ def _fitted(found: Solution) -> dict[str, Any]:
             kept += list(columns)
     places = tuple((kept.index(left), kept.index(right)) for left, right in parents.tolist())
     kept += products.tolist()
-    sides, classes = found.sides, tuple(found.table.classes)
     survival = None
-    if sides.events is not None:  # relative to a row at the means of the columns
-        constants = -np.average(found.table.X, axis=0, weights=sides.weights) @ theta.T
-        margin = found.table.X @ theta[0] + constants[0]
-        margin = margin if sides.offset is None else margin + sides.offset
-        survival = baseline(found.table.y, sides.events, sides.weights, margin)
+    if problem.events is not None:  # relative to a row at the means of the columns
+        constants = -np.average(data.X, axis=0, weights=data.weights) @ coefficients.T
+        margin = data.margin(coefficients[0], constants[0])
+        survival = baseline(data.y[:, 0], problem.events, data.weights, margin)
     model = Fitted(
-        found.target,
-        found.loss,
-        classes,
+        problem.target,
+        problem.loss,
+        tuple(problem.table.classes),
         tuple(codings),
-        theta[:, kept],
+        coefficients[:, kept],
         constants,
-        sides.name,
-        sides.exposure,
+        problem.offset_name,
+        problem.exposure,
         survival,
         places,
     )
     return model.to_plain()
 
 
-def write(file: Path, model: ModelReport) -> None:
+def write(file: Path, model: JSONObject) -> None:
     """Write the report as JSON.
 
     Raises:
@@ -315,7 +250,7 @@ def write(file: Path, model: ModelReport) -> None:
     console.say(f"Wrote {file}")
 
 
-def draw(file: Path, found: Solution) -> None:
+def draw(file: Path, solution: Solution) -> None:
     """Draw the score and the coefficients of every k.
 
     Raises:
@@ -324,27 +259,19 @@ def draw(file: Path, found: Solution) -> None:
     import matplotlib as mpl
 
     from iobs.errors import OutputError
-    from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
+    from iobs.optimize.estimators.plots import path_figure
 
-    columns = np.arange(len(found.table.names))
-    tables = [found.coefficients(fit.theta)[0] for fit in found.fits]
-    scores, errors, what = [fit.value for fit in found.fits], np.full(len(tables), np.nan), f"{found.loss} loss"
-    if found.chooser is not None:
-        path = found.chooser.path_
-        scores, errors = [entry["score"] for entry in path], np.array([entry["score_error"] for entry in path])
-        what = "held-out loss per row" if found.how.startswith("cv") else f"{found.how.upper()} (lower is better)"
-        for entry in path[len(tables) :]:
-            wide = np.zeros_like(tables[0])
-            wide[:, entry["support"]] = entry["coef"]
-            tables.append(wide)
-    table = largest_coefficients([columns] * len(tables), tables, columns) * found.spread
-    figure = new_figure()
-    left, right = figure.subplots(1, 2)
-    draw_scores(left, range(len(scores)), scores, errors, found.size, what)
-    draw_coefficients(right, range(len(tables)), table, found.table.names, found.size)
-    if len(tables[0]) > 1:
-        right.set_ylabel("per standard deviation, largest of a class")
-    figure.suptitle(found.target, parse_math=False)
+    problem, path = solution.problem, solution.estimator.path_
+    scores, name = [entry["loss"] for entry in path], f"{problem.loss} loss"
+    if solution.criterion:
+        by_folds = solution.criterion.startswith("cv")
+        scores = [entry["score"] for entry in path]
+        name = "held-out loss per row" if by_folds else f"{solution.criterion.upper()} (lower is better)"
+    columns = np.arange(len(problem.names))
+    figure = path_figure(
+        path, scores, name, chosen=solution.estimator.k_, columns=columns, spread=solution.spread, names=problem.names
+    )
+    figure.suptitle(problem.target, parse_math=False)
     try:
         with whole_file(file) as written, mpl.rc_context({"text.parse_math": False}):
             figure.savefig(written, dpi=130)

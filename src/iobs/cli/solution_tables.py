@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from iobs.cli import console, near_optimal
+from iobs.cli import console
 from iobs.report.numbers import significant
 
 if TYPE_CHECKING:
-    from iobs.cli.solution import ModelReport, Solution
+    from iobs.cli.solution import JSONObject, Solution
 
+_NEAR_SHOWN = 10  # near-optimal models that are printed; the JSON report has all
 _BEYOND = 3  # values of k beyond the chosen one that the printed path shows
 
 
-def show(found: Solution, model: ModelReport) -> None:
+def show(solution: Solution, model: JSONObject) -> None:
     """Print the coefficients, the path and what a reader must know about both."""
     from rich.table import Table as RichTable
 
     out = console.output_console()
     names = list(dict.fromkeys(row["name"] for row in model["features"]))  # k and the forced columns
-    many = len(found.table.classes) > 2
+    many = len(solution.problem.table.classes) > 2
     title = f"{len(names)} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
     shown = RichTable(title=title, title_justify="left", header_style="bold")
     shown.add_column("column")
@@ -40,44 +41,44 @@ def show(found: Solution, model: ModelReport) -> None:
             *([significant(row["hazard_ratio"])] if cox else []),
         )
     intercepts = model["intercept"] if isinstance(model["intercept"], list) else [model["intercept"]]
-    for label, value in zip(found.table.classes if many else [""], intercepts, strict=True):
+    for label, value in zip(solution.problem.table.classes if many else [""], intercepts, strict=True):
         if cox:  # the baseline hazard takes the constant
             break
         shown.add_row("(intercept)", *([label] if many else []), significant(value, 5), "", "", "")
     out.print(shown)
-    out.print(_path_table(found, model))
-    for line in _remarks(found, model):
+    out.print(_path_table(solution, model))
+    for line in _remarks(solution, model):
         out.print(line)
     if "near_optimal" in model:
-        for part in near_optimal.tables(model["near_optimal"]):
+        for part in _near_tables(model["near_optimal"]):
             out.print(part)
 
 
-def _path_table(found: Solution, model: ModelReport) -> object:
+def _path_table(solution: Solution, model: JSONObject) -> object:
     from rich.table import Table as RichTable
 
-    title = "best columns for every k" if found.knockoffs is None else "columns in the order of the filter"
+    title = "best columns for every k" if solution.knockoffs is None else "columns in the order of the filter"
     shown = RichTable(title=title, title_justify="left", header_style="bold")
-    for heading in ("k", "loss", *(["score"] if found.chooser is not None else [])):
+    for heading in ("k", "loss", *(["score"] if solution.criterion else [])):
         shown.add_column(heading, justify="right")
     shown.add_column("change")
     before: set[str] = set()
-    for row in model["path"][: found.size + 1 + _BEYOND]:
+    for row in model["path"][: solution.estimator.k_ + 1 + _BEYOND]:
         after = set(row["features"])
         change = [f"+{name}" for name in sorted(after - before)] + [f"-{name}" for name in sorted(before - after)]
         before = after
         score, error = row.get("score"), row.get("score_error")
-        cells = [str(row["k"]) + ("*" if row["k"] == found.size else ""), significant(row["value"], 6)]
+        cells = [str(row["k"]) + ("*" if row["k"] == solution.estimator.k_ else ""), significant(row["value"], 6)]
         if score is not None:
             cells.append(significant(score, 6) + (f" ± {significant(error, 2)}" if error is not None else ""))
         shown.add_row(*cells, " ".join(change))
     return shown
 
 
-def _chosen(found: Solution) -> str:
-    knockoffs = found.knockoffs
+def _chosen(solution: Solution) -> str:
+    knockoffs = solution.knockoffs
     if knockoffs is None:
-        return f"* the k that is used{'' if found.chooser is None else f', chosen by {found.how}'}"
+        return f"* the k that is used{f', chosen by {solution.criterion}' if solution.criterion else ''}"
     if not knockoffs.support.size:
         needed = f"{1 / knockoffs.fdr:.0f} columns or more must do so together; a larger --fdr asks for fewer"
         return f"* knockoff filter ({knockoffs.kind}): no column stands out from its knockoff. {needed}"
@@ -87,19 +88,19 @@ def _chosen(found: Solution) -> str:
     )
 
 
-def _remarks(found: Solution, model: ModelReport) -> list[str]:
-    lines = [_chosen(found)]
+def _remarks(solution: Solution, model: JSONObject) -> list[str]:
+    lines = [_chosen(solution)]
     empty, value = model["value_without_features"], model["value"]
     share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
     lines.append(f"loss {significant(value, 6)}, {significant(empty, 6)} without any column: {share}")
-    classes = found.table.classes
+    classes = solution.problem.table.classes
     if model["loss"] == "squared":
         noise = model["noise"]
-        known = "no rows are left to estimate the noise from"
-        lines.append(known if noise is None else f"noise {significant(noise, 4)} (standard deviation)")
-    elif found.sides.events is not None:
-        events = int(found.sides.events.sum())
-        lines.append(f"{events:,} events, {found.sides.events.size - events:,} censored times")
+        unknown_noise = "no rows are left to estimate the noise from"
+        lines.append(unknown_noise if noise is None else f"noise {significant(noise, 4)} (standard deviation)")
+    elif solution.problem.events is not None:
+        events = int(solution.problem.events.sum())
+        lines.append(f"{events:,} events, {solution.problem.events.size - events:,} censored times")
         if "concordance" in model:
             lines.append(f"concordance {model['concordance']:.3f} on these rows: 0.5 is chance, 1 is a perfect order")
     elif len(classes) == 2:
@@ -107,17 +108,45 @@ def _remarks(found: Solution, model: ModelReport) -> list[str]:
     elif classes:
         lines.append("coefficients of a column are differences from their mean over the classes")
     used = {row["name"] for row in model["features"]}
-    for coding in found.table.codings:
+    for coding in solution.problem.table.codings:
         if coding.levels and used & set(coding.names):
             lines.append(f"{coding.name}: coefficients are against the reference level {coding.levels[0]!r}")
         elif coding.fill is not None and used & set(coding.names):
             lines.append(f"{coding.name}: missing values were replaced by the mean, {coding.fill:.5g}")
     at_bound = [row["name"] for row in model["features"] if row["standard_error"] is None]
-    if found.sides.bounds is not None and at_bound:
+    if solution.problem.bounds is not None and at_bound:
         lines.append(f"at a bound, so without a standard error: {', '.join(at_bound)}")
-    if found.table.dropped:
-        lines.append(f"{found.table.dropped:,} rows with missing values were left out")
+    if solution.problem.table.dropped:
+        lines.append(f"{solution.problem.table.dropped:,} rows with missing values were left out")
     lines.append(model["standard_errors"])
     if "certificate" in model:
         lines.append(f"certificate: {model['certificate']}")
     return lines
+
+
+def _near_tables(near: JSONObject) -> list[object]:
+    """The columns and the first models as tables, and what a reader must know about both."""
+    from rich.table import Table as RichTable
+
+    columns = RichTable(title="columns of the near-optimal models", title_justify="left", header_style="bold")
+    columns.add_column("column")
+    for heading in ("in models", "loss if left out", "best without it"):
+        columns.add_column(heading, justify="right")
+    used = [row for row in near["columns"] if row["share"] > 0]
+    for row in used:
+        without = row["best_without"]
+        beyond = f"> {near['gap']:.2%}" if near["complete"] else "not found"
+        columns.add_row(
+            row["name"],
+            f"{row['share']:.1%}",
+            f"+{row['least_rise']:.2%} to +{row['most_rise']:.2%}",
+            beyond if without is None else f"+{without:.2%}",
+        )
+    models = RichTable(title="near-optimal models", title_justify="left", header_style="bold")
+    models.add_column("above best", justify="right")
+    models.add_column("columns")
+    for model in near["models"][:_NEAR_SHOWN]:
+        models.add_row(f"{model['above_best']:.3%}", " ".join(model["features"]))
+    hidden = len(near["models"]) - _NEAR_SHOWN
+    rest = [f"... and {hidden:,} more models (--json has all)"] if hidden > 0 else []
+    return [columns, models, *rest, near["message"]]

@@ -15,12 +15,11 @@ from iobs.core.quadratic import Quadratic
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods.base import Method, State
+from iobs.optimize.methods.best_known import WithinBounds
 from iobs.optimize.methods.registry import METHODS
-from iobs.optimize.methods.within_bounds import WithinBounds
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
+from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
 from iobs.optimize.objectives.tabled import Tabled
-from iobs.optimize.objectives.threads import few_threads
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.within import Bounds
 

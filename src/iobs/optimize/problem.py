@@ -60,9 +60,9 @@ class Problem:
         """Coordinates that are always in the support."""
         return self.objective.forced
 
-    def damping_or(self, own: float | None) -> float | None:
+    def damping_or(self, damping: float | None) -> float | None:
         """The method's own damping if not None, else the requested one."""
-        return self.damping if own is None else own
+        return self.damping if damping is None else damping
 
     @property
     def expensive_columns(self) -> bool:

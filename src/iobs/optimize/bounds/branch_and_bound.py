@@ -12,7 +12,7 @@ Hessian there and q the value of f at c. Then:
 
 They need a definite Hessian. Where it is singular, equal columns are merged first. If all supports can be tried in the
 time limit, they are (module `enumeration`). Otherwise coordinates that others can replace are branched on until the
-Hessian of what is left is definite (module `ties`).
+Hessian of what is left is definite (module `tree`).
 
 Where H is too large to store, coordinates that cannot be in a better support are left out first (module `components`).
 
@@ -23,33 +23,97 @@ comparisons allow for a rounding margin, which is reported.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.certificate import Certificate, Limits, relative_gap, summarised
 from iobs.optimize.bounds.components import screened
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
-from iobs.optimize.bounds.relaxation import Node, QuadraticArrays
 from iobs.optimize.bounds.tangents import Boxes
-from iobs.optimize.bounds.ties import split_ties
+from iobs.optimize.bounds.tree import Node, QuadraticArrays, Tree
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.design import Indices
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
-from iobs.optimize.refit.fit import Fit
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.search import auto
 
-_STORED_BYTES = 1 << 30
 _FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `certify`.
+
+    Attributes:
+        lower: no support of k coordinates has a value below `lower - margin`.
+        upper: value of the best known support.
+        gap: (upper - lower) / |upper|.
+        gap_explained: (upper - lower) / |f(0) - upper|, the gap of solvers that drop the constant 1/2 norm(y)^2.
+        fit: the best support, its coefficients and value.
+        nodes: number of nodes looked at.
+        seconds: wall time, the search for the first support included.
+        closed: whether the gap is at most the requested gap.
+        margin: absolute allowance for rounding in every comparison.
+        message: the result in words.
+        reason: why the search ended, in words.
+    """
+
+    lower: float
+    upper: float
+    gap: float
+    gap_explained: float
+    fit: Fit = field(repr=False)
+    nodes: int
+    seconds: float
+    closed: bool
+    margin: float
+    message: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: at a relative `gap`, `seconds` after `begun` (on `time.perf_counter`), or after `max_nodes`."""
+
+    gap: float
+    begun: float
+    seconds: float
+    max_nodes: int
+
+    def elapsed(self) -> float:
+        """Seconds since the begin."""
+        return time.perf_counter() - self.begun
+
+
+def relative_gap(lower: float, upper: float) -> float:
+    """(upper - lower) / |upper|, at least 0."""
+    return max(0.0, upper - lower) / max(abs(upper), 1e-300)
+
+
+def summarised(
+    lower: float, fit: Fit, start: float, limits: Limits, nodes: int, margin: float, reason: str, *, complete: bool
+) -> Certificate:
+    """The certificate of the best fit, given a proved lower bound and f(0); `complete`: no support is left to try."""
+    upper, seconds = fit.value, limits.elapsed()
+    gap = relative_gap(lower, upper)
+    closed = gap <= limits.gap
+    explained = max(0.0, upper - lower) / max(abs(start - upper), 1e-300)
+    if closed and (complete or lower >= upper - margin):
+        what = "a global minimiser"
+    elif closed:
+        what = f"within {gap:.2g} of the best value possible"
+    elif np.isfinite(lower):
+        what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
+    else:
+        what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
+    message = f"{what} ({nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e}): {reason}"
+    return Certificate(lower, upper, gap, explained, fit, nodes, seconds, closed, margin, message, reason)
 
 
 def certify(
@@ -100,12 +164,12 @@ def certify(
     search.begin()
     if search.singular:
         search.enumerate_all()
-    found = search.run(_FIRST_SHARE)
-    if found.closed or problem.size == 0 or not np.isfinite(found.lower):
-        return found
+    certificate = search.run(_FIRST_SHARE)
+    if certificate.closed or problem.size == 0 or not np.isfinite(certificate.lower):
+        return certificate
     if not search.singular and search.enumerate_all():
         return search.run(1.0)
-    lower, margin = _bound_in_boxes(search.quadratic, found, begun + 0.9 * seconds)
+    lower, margin = _bound_in_boxes(search.quadratic, certificate, begun + 0.9 * seconds)
     search.raise_bound(lower, margin)
     return search.run(1.0)
 
@@ -116,63 +180,62 @@ def _certify_screened(problem: Problem, fit: Fit, limits: Limits) -> Certificate
     if problem.size == 0:
         fit = refit(problem.objective, problem.forced)
         return summarised(fit.value, fit, start, limits, 0, 0.0, "there is nothing to choose", complete=True)
-    found = screened(problem, fit.value, limits.begun + 0.7 * limits.seconds)
-    left = np.union1d(found.coordinates, fit.support).astype(np.int64)
-    told = f"screening of {found.components:,} components left {left.size:,} of {problem.dimension:,} coordinates"
-    if left.size > _BOX_LIMIT:
-        reason = f"{told}, and at most {_BOX_LIMIT:,} can be searched"
-        lower = max(0.0, found.lower)  # least squares
+    screened_problem = screened(problem, fit.value, limits.begun + 0.7 * limits.seconds)
+    candidates = np.union1d(screened_problem.coordinates, fit.support).astype(np.int64)
+    count = f"{candidates.size:,} of {problem.dimension:,} coordinates"
+    screening = f"screening of {screened_problem.components:,} components left {count}"
+    if candidates.size > _BOX_LIMIT:
+        reason = f"{screening}, and at most {_BOX_LIMIT:,} can be searched"
+        lower = max(0.0, screened_problem.lower)  # least squares
         return summarised(lower, fit, start, limits, 0, 1e-9 * abs(start), reason, complete=False)
-    part = refit(problem.objective.restricted(left), np.searchsorted(left, fit.support).astype(np.int64))
+    part = refit(problem.objective.restricted(candidates), np.searchsorted(candidates, fit.support).astype(np.int64))
     seconds = max(0.0, limits.seconds - limits.elapsed())
     inner = certify(
-        problem.objective.restricted(left), problem.size, fit=part, gap=limits.gap, seconds=seconds,
+        problem.objective.restricted(candidates), problem.size, fit=part, gap=limits.gap, seconds=seconds,
         max_nodes=limits.max_nodes,
     )  # fmt: skip
-    whole = refit(problem.objective, left[inner.fit.support])
+    whole = refit(problem.objective, candidates[inner.fit.support])
     return replace(
         inner,
         fit=whole,
         seconds=limits.elapsed(),
-        message=f"{inner.message}; {told}",
-        reason=f"{inner.reason}; {told}",
+        message=f"{inner.message}; {screening}",
+        reason=f"{inner.reason}; {screening}",
     )
 
 
-def _bound_in_boxes(quadratic: QuadraticArrays, found: Certificate, deadline: float) -> tuple[float, float]:
+def _bound_in_boxes(quadratic: QuadraticArrays, certificate: Certificate, deadline: float) -> tuple[float, float]:
     """(bound, margin) by tangents; (-inf, 0) above `_BOX_LIMIT` coordinates."""
     active = quadratic.usable
     if active.size > _BOX_LIMIT:
         return -np.inf, 0.0
     count = min(quadratic.count, active.size)
     boxes = Boxes(quadratic.hessian[np.ix_(active, active)], quadratic.linear[active], quadratic.start, count)
-    return boxes.lower(found.lower, found.upper, deadline)
+    return boxes.lower(certificate.lower, certificate.upper, deadline)
 
 
-class _Search:
+class _Search(Tree):
     """Best-first branch and bound that can be stopped and continued.
 
     Attributes:
-        quadratic: f as arrays.
         best: the best fit so far.
         limits: when to stop.
         singular: whether the Hessian is singular on all usable coordinates.
         lower: a lower bound proved by other means than the tree.
-        margin: absolute allowance for rounding.
         reason: why the search ended, in words; empty while it can go on.
-        open: heap of (bound, number, node) still to be branched on.
-        counter: numbers the nodes, so that equal bounds leave the heap in the order in which they entered.
-        nodes: number of nodes looked at.
-        stored: bytes of the inverses that the open nodes hold.
     """
 
+    _tied_order = -1  # most bounds are equal there, and only small nodes have better ones
+
     def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: Limits) -> None:
-        self.quadratic, self.best, self.limits = quadratic, fit, limits
-        self.singular, self.reason = False, ""
-        self.lower, self.margin = -np.inf, 0.0
-        self.open: list[tuple[float, int, Node]] = []
-        self.counter = itertools.count()
-        self.nodes = self.stored = 0
+        super().__init__(quadratic, quadratic.count)
+        self.best, self.limits = fit, limits
+        self.singular, self.reason, self.lower = False, "", -np.inf
+
+    @property
+    def limit(self) -> float:
+        """The best known value and the allowance for rounding."""
+        return self.best.value + self.margin
 
     def begin(self) -> None:
         """Branch on the root; where the Hessian is singular, put a tied root on the heap."""
@@ -194,18 +257,18 @@ class _Search:
 
     def enumerate_all(self) -> bool:
         """Try every support if that fits in the limits; return whether it was done."""
-        left = self.limits.seconds - self.limits.elapsed()
+        seconds = self.limits.seconds - self.limits.elapsed()
         allowed = self.limits.max_nodes - self.nodes
-        if self.reason or not enumerable(self.quadratic, left, allowed):
+        if self.reason or not enumerable(self.quadratic, seconds, allowed):
             return False
-        found = enumerate_supports(self.quadratic)
-        if found.value < self.best.value - found.margin:
-            self._try(found.support)
+        result = enumerate_supports(self.quadratic)
+        if result.value < self.best.value - result.margin:
+            self._try(result.support)
         self.open.clear()
-        self.nodes += found.nodes
-        self.lower = self.best.value if self.best.value <= found.value + found.margin else found.value
-        self.margin = max(self.margin, found.margin)
-        self.reason = f"all {found.supports:,} supports were tried"
+        self.nodes += result.nodes
+        self.lower = self.best.value if self.best.value <= result.value + result.margin else result.value
+        self.margin = max(self.margin, result.margin)
+        self.reason = f"all {result.supports:,} supports were tried"
         return True
 
     def raise_bound(self, lower: float, margin: float) -> None:
@@ -223,9 +286,7 @@ class _Search:
                 return self.certificate(self._proved(), f"the time limit of {self.limits.seconds:g} s was reached")
             if self.nodes >= self.limits.max_nodes:
                 return self.certificate(self._proved(), f"the limit of {self.limits.max_nodes:,} nodes was reached")
-            node = heapq.heappop(heap)[2]
-            self.stored -= 0 if node.inverse is None else node.inverse.nbytes
-            self._branch(node)
+            self._branch(self._pop())
         ended = "the bound is close enough to the best value" if heap else "no part of the search tree is left"
         return self.certificate(self._proved(), ended)
 
@@ -243,26 +304,21 @@ class _Search:
         while True:
             self.nodes += 1
             saliency = 0.5 * node.centre**2 / inverse.diagonal()
-            ceiling = self.best.value + self.margin
-            node.inside = node.inside | (node.value + saliency > ceiling)
-            free = np.flatnonzero(~node.inside)
-            room = self.quadratic.count - int(node.inside.sum())
-            if room < 0:
+            node.inside = node.inside | (node.value + saliency > self.limit)
+            if self._ended(node):
                 return
-            if room == 0 or free.size <= room:
-                self._try(node.active[node.inside] if room == 0 else node.active)
-                return
-            if node.bound(saliency, free, free.size - room) > ceiling:
+            free, removals = np.flatnonzero(~node.inside), node.active.size - self.most
+            if node.bound(saliency, free, removals) > self.limit:
                 return
             chosen = int(free[np.argmax(saliency[free])])
             self._exclude(node, inverse, chosen)
             node.inside = node.inside.copy()
             node.inside[chosen] = True
-            if node.inside.sum() > self.quadratic.count:
+            room = self.most - int(node.inside.sum())
+            if room < 0:
                 return
-            free = np.flatnonzero(~node.inside)
-            bound = node.bound(saliency, free, free.size - room + 1) if free.size > room - 1 else node.value
-            if room - 1 > 0 and self.open and bound > self.open[0][0]:
+            bound = node.bound(saliency, np.flatnonzero(~node.inside), removals)
+            if room > 0 and self.open and bound > self.open[0][0]:
                 node.inverse = inverse
                 self._push(bound, node)
                 return
@@ -271,61 +327,19 @@ class _Search:
         """Split on a coordinate that others can replace; go on as usual once H is definite on what is active."""
         self.nodes += 1
         root = self.quadratic.root(node.active, node.inside)
-        if root is not None:
+        if root is None:
+            self._split_tied(node)
+        else:
             self.margin = max(self.margin, root[1])
             self._branch(root[0])
-            return
-        block = self.quadratic.hessian[np.ix_(node.active, node.active)]
-        tied = split_ties(block, self.quadratic.linear[node.active], self.quadratic.start, node.inside)
-        value, ceiling = max(node.value, tied.value), self.best.value + self.margin
-        inside = node.inside | (value + tied.saliency > ceiling)
-        free = np.flatnonzero(~inside)
-        room = self.quadratic.count - int(inside.sum())
-        if room < 0:
-            return
-        if room == 0 or free.size <= room:
-            self._try(node.active[inside] if room == 0 else node.active)
-            return
-        removals = free.size - room
-        bound = value + float(np.partition(tied.saliency[free], removals - 1)[removals - 1])
-        if bound > ceiling:
-            return
-        chosen = tied.tie if tied.tie >= 0 and not inside[tied.tie] else int(free[np.argmax(tied.saliency[free])])
-        keep, with_chosen = np.arange(inside.size) != chosen, inside.copy()
-        with_chosen[chosen] = True
-        # Later nodes first: most bounds are equal here, and only small nodes have better ones.
-        for active, included in ((node.active[keep], inside[keep]), (node.active, with_chosen)):
-            child = Node(active, included, node.centre, None, value, node.delta, tied=True)
-            heapq.heappush(self.open, (bound, -next(self.counter), child))
 
-    def _exclude(self, node: Node, inverse: Array, chosen: int) -> None:
-        """Push the child of a node in which the active coordinate at position `chosen` is excluded."""
-        value = node.value + 0.5 * node.centre[chosen] ** 2 / inverse[chosen, chosen]
-        if value > self.best.value + self.margin:
-            return
-        child = node.excluded(inverse, chosen, value)
-        assert child.inverse is not None
-        saliency = 0.5 * child.centre**2 / child.inverse.diagonal()
-        free = np.flatnonzero(~child.inside)
-        room = self.quadratic.count - int(child.inside.sum())
-        bound = child.bound(saliency, free, free.size - room)
-        if bound <= self.best.value + self.margin:
-            self._push(bound, child)
-
-    def _push(self, bound: float, node: Node) -> None:
-        if node.inverse is not None and self.stored + node.inverse.nbytes > _STORED_BYTES:
-            node.inverse = None  # `_inverse` computes it again
-        elif node.inverse is not None:
-            self.stored += node.inverse.nbytes
-        heapq.heappush(self.open, (bound, next(self.counter), node))
-
-    def _inverse(self, node: Node) -> Array:
-        """Take the inverse out of a node, or compute it where it was dropped."""
-        if node.inverse is None:
-            block = self.quadratic.hessian[np.ix_(node.active, node.active)]
-            return np.asarray(np.linalg.inv(block), dtype=np.float64)
-        inverse, node.inverse = node.inverse, None
-        return inverse
+    def _ended(self, node: Node) -> bool:
+        room = self.most - int(node.inside.sum())
+        if room == 0:
+            self._try(node.active[node.inside])
+        elif room > 0 and node.active.size <= self.most:
+            self._try(node.active)
+        return room <= 0 or node.active.size <= self.most
 
     def _try(self, support: Indices) -> None:
         fit = refit(self.quadratic.problem.objective, np.sort(support))

@@ -137,12 +137,12 @@ class _Graph:
 
     def components(self) -> tuple[int, Indices]:
         """The number of components and the component of every coordinate (m,), at the least threshold that is fine."""
-        found = sparse.coo_array(self.entries)
+        entries = sparse.coo_array(self.entries)
         scale = np.sqrt(self.diagonal)
-        relative = np.abs(found.data) / (scale[found.row] * scale[found.col])
+        relative = np.abs(entries.data) / (scale[entries.row] * scale[entries.col])
         for threshold in [step for step in _THRESHOLDS if step >= self.base] + [np.inf]:
             edges = relative > threshold
-            graph = sparse.coo_array((edges[edges], (found.row[edges], found.col[edges])), shape=found.shape)
+            graph = sparse.coo_array((edges[edges], (entries.row[edges], entries.col[edges])), shape=entries.shape)
             number, labels = connected_components(graph, directed=False)
             if np.bincount(labels).max() <= _LARGEST:
                 break
@@ -152,10 +152,10 @@ class _Graph:
         """r (m,): of every column the sum of the k - 1 largest absolute entries outside its component."""
         most = len(self.dropped)
         rest = np.asarray(self.dropped.sum(axis=0))
-        found = sparse.csc_array(self.entries)
-        for j in np.flatnonzero(np.diff(found.indptr)):
-            place = slice(found.indptr[j], found.indptr[j + 1])
-            away = np.abs(found.data[place][labels[found.indices[place]] != labels[j]])
+        entries = sparse.csc_array(self.entries)
+        for j in np.flatnonzero(np.diff(entries.indptr)):
+            place = slice(entries.indptr[j], entries.indptr[j + 1])
+            away = np.abs(entries.data[place][labels[entries.indices[place]] != labels[j]])
             if away.size and most:
                 both = np.concatenate([away, self.dropped[:, j]])
                 rest[j] = np.partition(both, both.size - most)[both.size - most :].sum()
@@ -176,9 +176,9 @@ def _columns(problem: Problem, usable: Indices, chosen: Indices) -> Array:
     return block
 
 
-def _base(block: Array, scale: Array, own: Array, size: int) -> float:
+def _base(block: Array, scale: Array, sample_scale: Array, size: int) -> float:
     """The least threshold above which H has few enough entries, from a sample of its columns (m, s)."""
-    relative = np.abs(block) / np.outer(scale, own)
+    relative = np.abs(block) / np.outer(scale, sample_scale)
     for threshold in _THRESHOLDS:
         if (relative > threshold).sum(axis=0).mean() * size <= _KEPT:
             return threshold

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from iobs.optimize.bounds.relaxation import QuadraticArrays
+from iobs.optimize.bounds.tree import QuadraticArrays
 from iobs.optimize.objectives.design import Array, Indices
 
 _DEPENDENT = 1e-13  # a column of which a smaller share is unexplained depends on the others, up to rounding
@@ -70,10 +70,10 @@ def enumerate_supports(quadratic: QuadraticArrays) -> Enumerated:
             depth += 1
     best, chosen, nodes = base, np.zeros(0, np.int64), 1
     for first in range(forced.size, order.size if room else 0):
-        found, positions, smallest, visited = _below(hessian, rows, schur, gains, depth, first, room, base)
+        best_positions, positions, smallest, visited = _below(hessian, rows, schur, gains, depth, first, room, base)
         nodes, least = nodes + visited, min(least, smallest)
-        if found > best:
-            best, chosen = found, order[positions[positions >= 0]]
+        if best_positions > best:
+            best, chosen = best_positions, order[positions[positions >= 0]]
     # The factor's smallest pivot is at least 1 / cond(H_QQ), and the value has a rounding error of about cond eps.
     margin = 100 * np.finfo(float).eps / least * max(abs(quadratic.start), abs(best))
     support = np.sort(np.concatenate([quadratic.problem.forced, chosen])).astype(np.int64)
@@ -111,7 +111,7 @@ def _below(
     """The best support whose smallest free coordinate is `first`: (gain, positions, smallest pivot, nodes)."""
     d = hessian.shape[0]
     best, least, nodes = base, 1.0, 0
-    found = np.full(room, -1, np.int64)
+    best_positions = np.full(room, -1, np.int64)
     position = np.full(room, -1, np.int64)
     total = np.zeros(room + 1)
     total[0] = base
@@ -134,8 +134,8 @@ def _below(
         value = total[level] + 0.5 * gains[here, j] ** 2 / pivot
         if value > best:
             best = value
-            found[:] = -1
-            found[: level + 1] = position[: level + 1]
+            best_positions[:] = -1
+            best_positions[: level + 1] = position[: level + 1]
         if level + 1 == room:
             position[level] += 1
             continue
@@ -144,4 +144,4 @@ def _below(
         _choose(hessian, rows, schur, gains, here, j)
         level += 1
         position[level] = j + 1
-    return best, found, least, nodes
+    return best, best_positions, least, nodes

@@ -11,33 +11,176 @@ a support is not branched on: all its choices are computed at once.
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from scipy.linalg import eigh
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.members import Member, RashomonSet
-from iobs.optimize.bounds.relaxation import Node, QuadraticArrays
-from iobs.optimize.bounds.ties import split_ties
+from iobs.optimize.bounds.tree import Node, QuadraticArrays, Tree
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem, require_storable
-from iobs.optimize.refit.fit import Fit, inverse_block
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, inverse_block, refit
 from iobs.optimize.search import auto
 
-_STORED_BYTES = 1 << 30
 _MOST_OPEN = 2_000_000  # most open nodes
 _EQUAL = 1e-9  # losses that differ by less, relative to the best, count as equal
 _EQUAL_START = 1e-12  # the same relative to f(0), for fits without residual
 _NULL = 1e-12  # relative eigenvalues below this count as zero
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of a Rashomon set.
+
+    Attributes:
+        support: sorted coordinates (k,), forced ones included.
+        coefficients: of the support (k,).
+        intercept: the constant; 0 if the objective has none.
+        loss: f of the fit on the support.
+        increases: rise of f if one coordinate of the support is left out and the others are fitted again (k,).
+    """
+
+    support: Indices
+    coefficients: Array
+    intercept: float
+    loss: float
+    increases: Array
+
+
+@dataclass(frozen=True)
+class Importance:
+    """The importance of one variable over a Rashomon set; all rises are relative to the best loss.
+
+    Attributes:
+        feature: index of the variable.
+        presence: whether "all", "some" or "none" of the members use the variable.
+        share: share of the members that use it.
+        least: smallest rise of a member's loss if the variable is left out and the others are fitted again. It is 0 if
+            a member does without the variable.
+        most: largest such rise; 0 if no member uses it.
+        without: rise from the best loss to the best member without the variable. It is infinite if there is no such
+            member. In a complete set the rise is then above the gap.
+    """
+
+    feature: int
+    presence: Literal["all", "some", "none"]
+    share: float
+    least: float
+    most: float
+    without: float
+
+
+@dataclass(frozen=True)
+class RashomonSet:
+    """The result of `iobs.rashomon_set`; iterates over its members, and prints as a table.
+
+    Attributes:
+        members: the models, best first; equal losses by ascending indices.
+        dimension: number of variables to choose from.
+        best: the lowest loss f*; proved to be the lowest possible if the set is complete.
+        gap: the relative gap that was asked for.
+        complete: whether every support within the gap is a member, by proof.
+        complete_below: every support with a loss below this value is a member, whether the set is complete or not.
+        nodes: number of nodes of the search tree that were visited.
+        seconds: wall time.
+        reason: why the set may be incomplete, in words; empty if it is complete.
+    """
+
+    members: tuple[Member, ...] = field(repr=False)
+    dimension: int
+    best: float
+    gap: float
+    complete: bool
+    complete_below: float
+    nodes: int
+    seconds: float
+    reason: str
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    @property
+    def message(self) -> str:
+        """The result in one sentence."""
+        count = f"{len(self):,} model{'' if len(self) == 1 else 's'} within {self.gap:.4g} of the best loss"
+        if self.complete:
+            return f"{count}; proved complete ({self.nodes:,} nodes, {self.seconds:.2f} s)"
+        proved = self._relative(self.complete_below)
+        extent = f"complete up to {proved:.3g} of the best known loss" if proved > 0 else "nothing is proved"
+        return f"{count} found; NOT complete, {self.reason}: {extent} ({self.nodes:,} nodes, {self.seconds:.2f} s)"
+
+    def importance(self) -> list[Importance]:
+        """The importance of every variable, those that most members use first."""
+        count = len(self)
+        uses, most = np.zeros(self.dimension, np.int64), np.zeros(self.dimension)
+        least, without = np.full(self.dimension, np.inf), np.full(self.dimension, np.inf)
+        for member in self.members:
+            used = member.support[member.support < self.dimension]
+            rises = member.increases[: used.size] / self._scale
+            uses[used] += 1
+            most[used] = np.maximum(most[used], rises)
+            least[used] = np.minimum(least[used], rises)
+            absent = np.ones(self.dimension, dtype=np.bool_)
+            absent[used] = False
+            without[absent] = np.minimum(without[absent], max(0.0, self._relative(member.loss)))
+        least[uses < count] = 0.0
+        order = np.lexsort((np.arange(self.dimension), -most, -uses))
+        return [
+            Importance(
+                int(j),
+                "all" if uses[j] == count else "some" if uses[j] else "none",
+                float(uses[j] / max(count, 1)),
+                float(least[j]),
+                float(most[j]),
+                float(without[j]),
+            )
+            for j in order
+        ]
+
+    def table(self, names: Sequence[str] | None = None) -> str:
+        """The members' variables and their importance, as text.
+
+        Args:
+            names: of the variables (dimension,); x0, x1, ... if not given.
+
+        Raises:
+            ProblemError: the number of names is not the number of variables.
+        """
+        names = [f"x{j}" for j in range(self.dimension)] if names is None else list(names)
+        if len(names) != self.dimension:
+            raise ProblemError(f"Give {self.dimension} names, one per variable, got {len(names)}.")
+        shown = [row for row in self.importance() if row.presence != "none"]
+        width = max([len(names[row.feature]) for row in shown] + [8])
+        lines = [self.message, f"{'variable':<{width}}  {'models':>7}  {'loss if left out':>19}  {'best without':>12}"]
+        for row in shown:
+            interval = f"+{row.least:.2%} to +{row.most:.2%}"
+            other = f"+{row.without:.2%}" if math.isfinite(row.without) else f"> {self.gap:.2%}"
+            other = other if self.complete or math.isfinite(row.without) else "not found"
+            lines.append(f"{names[row.feature]:<{width}}  {row.share:>7.1%}  {interval:>19}  {other:>12}")
+        unused = self.dimension - len(shown)
+        return "\n".join([*lines, f"{unused} of {self.dimension} variables are in no model"])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    @property
+    def _scale(self) -> float:
+        return max(abs(self.best), 1e-300)
+
+    def _relative(self, loss: float) -> float:
+        return (loss - self.best) / self._scale
 
 
 def rashomon_set(
@@ -88,47 +231,24 @@ def rashomon_set(
     return _result(tree, reason, begun, max_members)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of the supports in the tree, forced coordinates included."""
-
-    least: int
-    most: int
-
-
-@dataclass
-class _Tree:
+class _Tree(Tree):
     """Best-first branch and bound that keeps every support below the ceiling.
 
     Attributes:
-        quadratic: f as arrays.
         best: the lowest loss known.
         gap: relative gap of the ceiling.
         at_most: whether smaller supports count.
-        margin: absolute allowance for rounding of the bounds.
-        open: heap of (bound, number, node).
-        found: the fits of supports below the ceiling at the time.
-        nodes: number of nodes visited.
-        stored: bytes of the inverses that open nodes hold.
+        least: size of the smallest support, forced coordinates included.
+        fits: the fits of supports below the ceiling at the time.
     """
 
-    quadratic: QuadraticArrays
-    best: float
-    gap: float
-    at_most: bool
-    margin: float = 0.0
-    open: list[tuple[float, int, Node]] = field(default_factory=list)
-    found: list[Fit] = field(default_factory=list)
-    nodes: int = 0
-    stored: int = 0
-
-    def __post_init__(self) -> None:
-        quadratic, problem = self.quadratic, self.quadratic.problem
-        forced = int(np.isin(quadratic.usable, problem.forced).sum())
+    def __init__(self, quadratic: QuadraticArrays, best: float, gap: float, at_most: bool) -> None:
+        super().__init__(quadratic, min(quadratic.count, quadratic.usable.size))
+        self.best, self.gap, self.at_most = best, gap, at_most
+        forced = int(np.isin(quadratic.usable, quadratic.problem.forced).sum())
         spare = sum(len(columns) - 1 for columns in quadratic.represented.values())
-        least = forced if self.at_most else max(forced, quadratic.count - spare)
-        self.sizes = _Sizes(least, min(quadratic.count, quadratic.usable.size))
-        self._number = itertools.count()
+        self.least = forced if at_most else max(forced, quadratic.count - spare)
+        self.fits: list[Fit] = []
 
     @property
     def tolerance(self) -> float:
@@ -151,14 +271,13 @@ class _Tree:
         while self.open and self.open[0][0] <= self.limit:
             if time.perf_counter() > deadline:
                 return "the time limit was reached"
-            if len(self.found) > max_members:
+            if len(self.fits) > max_members:
                 self._drop()
-                if len(self.found) > max_members:
+                if len(self.fits) > max_members:
                     return f"there are more than {max_members:,} members"
             if len(self.open) > _MOST_OPEN:
                 return f"there are more than {_MOST_OPEN:,} open nodes"
-            node = heapq.heappop(self.open)[2]
-            self.stored -= 0 if node.inverse is None else node.inverse.nbytes
+            node = self._pop()
             self.nodes += 1
             if node.tied:
                 self._branch_tied(node)
@@ -171,7 +290,7 @@ class _Tree:
     def _begin(self) -> None:
         active = self.quadratic.usable
         inside = np.isin(active, self.quadratic.problem.forced)
-        if active.size == 0 or self.sizes.most == 0:
+        if active.size == 0 or self.most == 0:
             self._keep(active[:0])
             return
         root = self.quadratic.root(active, inside)
@@ -186,23 +305,16 @@ class _Tree:
 
     def _branch(self, node: Node) -> None:
         """Include what must be included, then split on the free coordinate that costs most to exclude."""
-        inverse = node.inverse
-        if inverse is None:
-            block = self.quadratic.hessian[np.ix_(node.active, node.active)]
-            inverse = np.asarray(np.linalg.inv(block), dtype=np.float64)
+        inverse = self._inverse(node)
         saliency = 0.5 * node.centre**2 / inverse.diagonal()
         node.inside = node.inside | (node.value + saliency > self.limit)
         if self._ended(node):
             return
-        free = np.flatnonzero(~node.inside)
-        removals = node.active.size - self.sizes.most
+        free, removals = np.flatnonzero(~node.inside), node.active.size - self.most
         if node.bound(saliency, free, removals) > self.limit:
             return
         chosen = int(free[np.argmax(saliency[free])])
-        child = node.excluded(inverse, chosen, node.value + float(saliency[chosen]))
-        assert child.inverse is not None
-        rises, others = 0.5 * child.centre**2 / child.inverse.diagonal(), np.flatnonzero(~child.inside)
-        self._push(child.bound(rises, others, removals - 1), child)
+        self._exclude(node, inverse, chosen)
         node.inside = node.inside.copy()
         node.inside[chosen] = True
         node.inverse = inverse
@@ -211,50 +323,31 @@ class _Tree:
     def _branch_tied(self, node: Node) -> None:
         """Split where the Hessian is singular; go on as usual once it is definite on the active coordinates."""
         root = self.quadratic.root(node.active, node.inside)
-        if root is not None:
+        if root is None:
+            self._split_tied(node)
+        else:
             self.margin = max(self.margin, root[1])
             self._push(max(node.value, root[0].value), root[0])
-            return
-        block = self.quadratic.hessian[np.ix_(node.active, node.active)]
-        tied = split_ties(block, self.quadratic.linear[node.active], self.quadratic.start, node.inside)
-        value = max(node.value, tied.value)
-        node.inside = node.inside | (value + tied.saliency > self.limit)
-        if self._ended(node):
-            return
-        inside, free = node.inside, np.flatnonzero(~node.inside)
-        removals, bound = node.active.size - self.sizes.most, value
-        if removals > 0:
-            bound += float(np.partition(tied.saliency[free], removals - 1)[removals - 1])
-        chosen = tied.tie if tied.tie >= 0 and not inside[tied.tie] else int(free[np.argmax(tied.saliency[free])])
-        keep, included = np.arange(inside.size) != chosen, inside.copy()
-        included[chosen] = True
-        for active, chosen_in in ((node.active[keep], inside[keep]), (node.active, included)):
-            self._push(bound, Node(active, chosen_in, node.centre, None, value, node.delta, tied=True))
 
     def _push(self, bound: float, node: Node) -> None:
-        if bound > self.limit or node.active.size < self.sizes.least:
-            return
-        if node.inverse is not None and self.stored + node.inverse.nbytes > _STORED_BYTES:
-            node.inverse = None  # computed again by `_branch`
-        elif node.inverse is not None:
-            self.stored += node.inverse.nbytes
-        heapq.heappush(self.open, (bound, next(self._number), node))
+        if node.active.size >= self.least:
+            super()._push(bound, node)
 
     def _ended(self, node: Node) -> bool:
         """Keep the supports of a node that needs no further split; return whether it was such a node."""
         inside, free = node.active[node.inside], node.active[~node.inside]
-        room = self.sizes.most - inside.size
-        if room < 0 or node.active.size < self.sizes.least:
+        room = self.most - inside.size
+        if room < 0 or node.active.size < self.least:
             return True
-        if node.active.size == self.sizes.least:
+        if node.active.size == self.least:
             self._keep(node.active)
             return True
         if room > 1 and free.size:
             return False
         value, gains = self._last(inside, free)
-        if inside.size >= self.sizes.least and value <= self.limit:
+        if inside.size >= self.least and value <= self.limit:
             self._keep(inside)
-        if room and inside.size + 1 >= self.sizes.least:
+        if room and inside.size + 1 >= self.least:
             for j in free[value - gains <= self.limit]:
                 self._keep(np.append(inside, j))
         return True
@@ -271,10 +364,10 @@ class _Tree:
         explained = half @ linear[inside]
         cross = half @ hessian[np.ix_(inside, free)]
         diagonal = hessian[free, free]
-        left = diagonal - (cross**2).sum(axis=0)
+        unexplained = diagonal - (cross**2).sum(axis=0)
         slope = linear[free] - cross.T @ explained
-        usable = left > _NULL * diagonal
-        gains = np.where(usable, 0.5 * slope**2 / np.where(usable, left, 1.0), 0.0)
+        usable = unexplained > _NULL * diagonal
+        gains = np.where(usable, 0.5 * slope**2 / np.where(usable, unexplained, 1.0), 0.0)
         return self.quadratic.start - 0.5 * float(explained @ explained), gains
 
     def _keep(self, support: Indices) -> None:
@@ -282,27 +375,30 @@ class _Tree:
         fit = refit(self.quadratic.problem.objective, np.union1d(support, self.quadratic.problem.forced))
         if fit.value <= self.ceiling:
             self.best = min(self.best, fit.value)
-            self.found.append(fit)
+            self.fits.append(fit)
 
     def _drop(self) -> None:
         """Drop the fits that a better support has put above the ceiling."""
-        self.found = [fit for fit in self.found if fit.value <= self.ceiling]
+        self.fits = [fit for fit in self.fits if fit.value <= self.ceiling]
 
 
 def _result(tree: _Tree, reason: str, begun: float, max_members: int) -> RashomonSet:
     objective = tree.quadratic.problem.objective
     # Sorted by loss; ties by the indices, so that the order does not depend on the search.
-    ordered = sorted((fit for fit in tree.found if fit.value <= tree.ceiling), key=_by_loss)
+    ordered = sorted((fit for fit in tree.fits if fit.value <= tree.ceiling), key=_by_loss)
     every = ((fit, support) for fit in ordered for support in _expanded(tree, fit.support))
     members: list[Member] = []
-    known = tree.ceiling if not reason else tree.open[0][0] if tree.open else tree.best
+    complete_below = tree.ceiling if not reason else tree.open[0][0] if tree.open else tree.best
     for fit, support in every:
         if len(members) == max_members:
-            reason, known = reason or f"there are more than {max_members:,} members", min(known, fit.value)
+            reason, complete_below = (
+                reason or f"there are more than {max_members:,} members",
+                min(complete_below, fit.value),
+            )
             break
         same = np.array_equal(support, fit.support)
         members.append(_member(objective, fit if same else refit(objective, support), fit.value))
-    below = min(known - tree.margin, tree.ceiling) if reason else tree.ceiling
+    below = min(complete_below - tree.margin, tree.ceiling) if reason else tree.ceiling
     features = objective.split(np.zeros(objective.dimension))[0].size
     seconds = time.perf_counter() - begun
     return RashomonSet(tuple(members), features, tree.best, tree.gap, not reason, below, tree.nodes, seconds, reason)

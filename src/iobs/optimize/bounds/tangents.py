@@ -108,7 +108,7 @@ class Directions:
     """
 
     images: Array
-    own: Array
+    diagonal: Array
     rest: Array
     lengths: Array
 
@@ -130,7 +130,7 @@ class Boxes:
         self.constant, self.k = constant, k
         self.largest = self.spread = 0.0  # the largest norm(w_a)_1 and norm(V_j)_1, for the rounding margin
 
-    def lower(self, known: float, upper: float, deadline: float) -> tuple[float, float]:
+    def lower(self, proved: float, upper: float, deadline: float) -> tuple[float, float]:
         """(bound, margin): f is at least bound - margin on every k-sparse vector; bound is -inf if nothing is proved.
 
         Args:
@@ -149,7 +149,7 @@ class Boxes:
         bound, ceiling = float(np.minimum(inside, outside).max()), min(upper, float(outside.max()))
         for _ in range(_TRIALS):
             target = bound + _STEP * (ceiling - bound)
-            if bound < known or not np.isfinite(bound) or time.perf_counter() > deadline:
+            if bound < proved or not np.isfinite(bound) or time.perf_counter() > deadline:
                 break
             start = float(ends[int(np.argmax(outside >= target))])
             reached = self._shrink_until(target, tangents, families, np.full((2, d), start), deadline)
@@ -193,10 +193,10 @@ class Boxes:
             going = np.ones(self.linear.size, dtype=np.bool_)
             for share in _SHARES:
                 high, low = new[side][:, None], share * box[side][:, None]
-                pull = 0.5 * (low + high) * family.own[:, None] - rest - sign * cross
+                pull = 0.5 * (low + high) * family.diagonal[:, None] - rest - sign * cross
                 amount = np.maximum(pull, 0.0) / family.lengths[:, None]
                 base = tangents.values - far - amount * (rest + sign * cross + 0.5 * amount * family.lengths[:, None])
-                slope = sign * slopes + amount * family.own[:, None]
+                slope = sign * slopes + amount * family.diagonal[:, None]
                 going &= (base + slope * np.where(slope > 0, low, high)).max(axis=1) >= target
                 new[side, going] = low[going, 0]
         return np.asarray(np.maximum(new, 1e-6 * new.max()))
@@ -243,7 +243,7 @@ class Boxes:
         cross = family.images @ tangents.points.T  # V_j^T H w_a
         slopes = tangents.gradients.T
         far = _top_sum(np.abs(tangents.gradients), self.k - 1)
-        room = (family.own - family.rest)[:, None]
+        room = (family.diagonal - family.rest)[:, None]
         lengths = family.lengths[:, None]
         bounds = np.full(ends.size, np.inf)
         for number, low in enumerate(ends):

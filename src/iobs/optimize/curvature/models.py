@@ -8,19 +8,20 @@ Optimal Brain Damage, and the empirical Fisher matrix is WoodFisher.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from scipy.linalg.lapack import dposv
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
-from iobs.optimize.curvature.conjugate import conjugate_gradients
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 
 NO_INDICES = np.zeros(0, np.int64)
 
 
-class QuadraticObjective:
+class QuadraticObjective(Objective):
     """1/2 v H v^T - b v^T + c with a stored (d, d) Hessian: one row of an `iobs.Quadratic`.
 
     Raises:
@@ -60,15 +61,6 @@ class QuadraticObjective:
             )
         return cls(np.ascontiguousarray(matrix), np.ascontiguousarray(linear))
 
-    @property
-    def rank(self) -> int:
-        """d."""
-        return self.dimension
-
-    def value(self, theta: Array) -> float:
-        """m(theta)."""
-        return self.constant + float(theta @ (0.5 * (self.matrix @ theta) - self.linear))
-
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """m and H theta - b."""
         product = self.matrix @ theta
@@ -99,10 +91,6 @@ class QuadraticObjective:
         """Coordinates without curvature."""
         return np.flatnonzero(self.matrix.diagonal() <= 0).astype(np.int64)
 
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0: there is no intercept."""
-        return theta, 0.0
-
     def centre(self) -> Array:
         """H^-1 b, the dense Newton point; the least-norm solution where H is singular."""
         _, centre, info = dposv(self.matrix, self.linear, lower=1)
@@ -111,7 +99,7 @@ class QuadraticObjective:
         return np.asarray(np.linalg.lstsq(self.matrix, self.linear, rcond=None)[0])
 
 
-class ProductModel:
+class ProductModel(Objective):
     """The model of a function of many variables: H is only multiplied with, never stored.
 
     Args:
@@ -135,10 +123,6 @@ class ProductModel:
     def rank(self) -> int:
         """The rank of f's Hessian, or d if damped."""
         return self.dimension if self.damping else self.objective.rank
-
-    def value(self, theta: Array) -> float:
-        """m(theta) up to a constant."""
-        return self.value_and_gradient(theta)[0]
 
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """m up to a constant, and its gradient."""
@@ -173,10 +157,6 @@ class ProductModel:
         """The constant coordinates of f."""
         return self.objective.constant_coordinates()
 
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0: there is no intercept."""
-        return theta, 0.0
-
     def centre(self, *, tolerance: float = 1e-12, steps: int = 2000) -> Array:
         """H^-1 b by conjugate gradients from the point; the last iterate where the curvature is not positive.
 
@@ -190,3 +170,40 @@ class ProductModel:
             goal=tolerance**2 * float(self.linear @ self.linear),
             steps=min(self.dimension, steps),
         )
+
+
+def conjugate_gradients(
+    product: Callable[[Array], Array],
+    right: Array,
+    *,
+    goal: float,
+    steps: int,
+    seen: Callable[[Array, Array], None] = lambda direction, product: None,
+) -> Array:
+    """Solve H x = right approximately, from zero; the last iterate is returned where the curvature is not positive.
+
+    Args:
+        product: v -> H v, (d,).
+        right: (d,).
+        goal: squared norm of the residual at which to stop.
+        steps: largest number of products.
+        seen: called with each direction and its product, if its curvature is positive.
+    """
+    residual, solution = right.copy(), np.zeros_like(right)
+    direction = right.copy()
+    size = float(residual @ residual)
+    for _ in range(steps):
+        if size <= goal or size == 0:
+            break
+        image = product(direction)
+        curvature = float(direction @ image)
+        if not curvature > 0:
+            break
+        seen(direction, image)
+        length = size / curvature
+        solution += length * direction
+        residual -= length * image
+        following = float(residual @ residual)
+        direction = residual + following / size * direction
+        size = following
+    return solution

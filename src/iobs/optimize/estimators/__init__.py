@@ -3,8 +3,7 @@
 from iobs.optimize.estimators.classifier import SparseClassifier
 from iobs.optimize.estimators.interactions import SparseInteractions
 from iobs.optimize.estimators.knockoffs import knockoff_filter
-from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
-from iobs.optimize.estimators.regressor import SparseRegressor
+from iobs.optimize.estimators.regressor import SparseMultiTaskRegressor, SparseRegressor
 from iobs.optimize.estimators.splitting import split_inference
 from iobs.optimize.estimators.stability import stability_selection
 from iobs.optimize.estimators.survival import SparseCox

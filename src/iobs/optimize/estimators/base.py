@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +18,34 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.checks import is_clean
-from iobs.optimize.estimators.plots import draw_coefficients, draw_scores, largest_coefficients, new_figure
+from iobs.optimize.estimators.plots import path_figure
 from iobs.optimize.estimators.summary import Row, Summary
-from iobs.optimize.objectives.arguments import forced_columns
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
-from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.design import (
+    Array,
+    Booleans,
+    Indices,
+    MatrixLike,
+    VectorLike,
+    as_vector,
+    few_threads,
+    forced_columns,
+)
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
-from iobs.optimize.objectives.threads import few_threads
-from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.hierarchy import Hierarchy
-from iobs.optimize.search.path import Criterion, fit_path, information, standard_errors
+from iobs.optimize.search.path import fit_path, information, standard_errors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CRITERIA = ("aic", "bic", "ebic")
 _BY_FOLDS = ("cv", "cv-1se")
+_STORAGE: dict[str, Any] = {"accept_sparse": ["csr", "csc"], "dtype": [np.float64, np.float32]}
 Choice: TypeAlias = Literal["cv", "cv-1se", "aic", "bic", "ebic"]
 Samples: TypeAlias = Array | sp.csr_array | sp.csc_array  # (n, d), after validation
 Labels: TypeAlias = npt.NDArray[np.generic]
@@ -85,42 +93,57 @@ class Observations:
         return np.asarray(margin if self.offset is None else margin + self.offset)
 
 
+@dataclass(frozen=True)
+class ChosenPath:
+    """The fits of a path over k, and the choice of one of them.
+
+    Attributes:
+        objective: the loss on the training set.
+        sizes: the values of k.
+        fits: one for each k.
+        scores: what chooses k, lower is better; one for each k.
+        errors: standard errors of the scores over folds; NaN where there are none.
+        best: position of the chosen k.
+        bounds: of the coefficients; None without any.
+    """
+
+    objective: Objective
+    sizes: list[int]
+    fits: list[Fit]
+    scores: list[float]
+    errors: list[float]
+    best: int
+    bounds: Bounds | None = None
+
+    @property
+    def fit(self) -> Fit:
+        """The fit of the chosen k."""
+        return self.fits[self.best]
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     """A path of fits over k, and the choice of k; a subclass gives the loss.
 
     As a selector of scikit-learn it also has `get_support`, `transform` (the chosen columns) and
-    `get_feature_names_out`.
+    `get_feature_names_out`. The settings are fields, from which the constructor is made.
     """
 
-    def __init__(
-        self,
-        k: int | Choice = "ebic",
-        *,
-        ridge: float = 0.0,
-        fit_intercept: bool = True,
-        max_k: int | None = None,
-        groups: npt.ArrayLike | None = None,
-        forced: npt.ArrayLike | None = None,
-        lower: float | VectorLike | None = None,
-        upper: float | VectorLike | None = None,
-        cv: int | BaseCrossValidator = 5,
-        thorough: bool = True,
-        random_state: int = 0,
-    ) -> None:
-        self.k = k
-        self.ridge = ridge
-        self.fit_intercept = fit_intercept
-        self.max_k = max_k
-        self.groups = groups
-        self.forced = forced
-        self.lower = lower
-        self.upper = upper
-        self.cv = cv
-        self.thorough = thorough
-        self.random_state = random_state
+    k: int | Choice = field(default="ebic", kw_only=False)
+    ridge: float = 0.0
+    fit_intercept: bool = True
+    max_k: int | None = None
+    groups: npt.ArrayLike | None = None
+    forced: npt.ArrayLike | None = None
+    lower: float | VectorLike | None = None
+    upper: float | VectorLike | None = None
+    cv: int | BaseCrossValidator = 5
+    thorough: bool = True
+    random_state: int = 0
 
-    _outputs = "class"  # name of what a feature has several coefficients for
-    _terms = "features"  # name of what k counts
+    _outputs: ClassVar[str] = "class"  # name of what a feature has several coefficients for
+    _terms: ClassVar[str] = "features"  # name of what k counts
+    _checks: ClassVar[dict[str, bool]] = {"y_numeric": True}  # arguments of scikit-learn's `validate_data`
 
     @abstractmethod
     def _objective(self, data: Observations) -> Objective:
@@ -130,63 +153,117 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         """The loss of a fit on held-out samples."""
 
+    def _encode(self, target: Labels) -> Array:
+        """The validated targets as numbers."""
+        return np.asarray(target, dtype=np.float64)
+
     def _sample_count(self, data: Observations) -> float:
         """The number of samples that information criteria count."""
         return float(data.weights.sum())
 
-    def _fit_path(self, data: Observations, sample_groups: npt.ArrayLike | None = None) -> None:
-        """Fit for every k on the path and choose one; samples of one group are in the same fold."""
-        with few_threads(data.X.shape[0] * data.X.shape[1]):
-            self._fit_and_choose(data, sample_groups)
+    def fit(
+        self,
+        X: MatrixLike,
+        y: npt.ArrayLike,
+        sample_weight: VectorLike | None = None,
+        *,
+        offset: VectorLike | None = None,
+        sample_groups: npt.ArrayLike | None = None,
+    ) -> Self:
+        """Fit for every k on the path and choose one.
 
-    def _fit_and_choose(self, data: Observations, sample_groups: npt.ArrayLike | None) -> None:
+        Args:
+            X: features (n, d), dense or sparse.
+            y: targets (n,); see the class for other forms.
+            sample_weight: (n,) non-negative; whole numbers count rows.
+            offset: (n,) known part of the linear predictor, such as the log of the exposure.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
+
+        Raises:
+            ProblemError: invalid settings; targets or an offset that the loss does not take.
+        """
+        data = self._observe(X, y, sample_weight, offset)
+        with few_threads(data.X.shape[0] * data.X.shape[1]):
+            self._store(data, self._search(data, sample_groups))
+        return self
+
+    def _observe(
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
+    ) -> Observations:
+        """The samples, validated and converted; weights as counts."""
+        if sample_weight is None and self._checks == {"y_numeric": True} and _is_clean(X, y):
+            # What scikit-learn would do takes longer than a small fit.
+            assert isinstance(X, np.ndarray)
+            assert isinstance(y, np.ndarray)
+            self.n_features_in_ = X.shape[1]
+            if hasattr(self, "feature_names_in_"):
+                del self.feature_names_in_
+            features, target, weights = X, y, np.ones(X.shape[0])
+        else:
+            features, target = validate_data(self, X, y, **_STORAGE, **self._checks)
+            weights = np.asarray(_check_sample_weight(sample_weight, features, dtype=np.float64))
+        self._forced_features = forced_columns(self.forced, self.n_features_in_)
+        target = self._encode(target)
+        shift = None if offset is None else as_vector(offset, "offset", features.shape[0])
+        return Observations(features, target, counts_of(weights), shift)
+
+    def _search(
+        self, data: Observations, sample_groups: npt.ArrayLike | None = None, *, from_zero: bool = False
+    ) -> ChosenPath:
+        """Fit for every k on the path and choose one.
+
+        Args:
+            data: the training set.
+            sample_groups: labels of the samples; those of one label are in the same fold.
+            from_zero: fit every k from 0 also where k is a number.
+        """
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
-        counts, features = counts_of(data.weights), data.X.shape[1]
-        data = data if counts is data.weights else replace(data, weights=counts)
-        samples = self._sample_count(data)
-        self._forced_features = forced_columns(self.forced, self.n_features_in_)
+        features, samples = data.X.shape[1], self._sample_count(data)
         objective = self._objective(data)
         groups = self._groups(objective, features)
         bounds = Bounds.of(self.lower, self.upper, features)
         choices = groups.choices if groups else features - self._forced_features.size
         sizes = self._sizes(choices, samples)
         splits = self._splits(data, sample_groups) if self.k in _BY_FOLDS else iter(())
+        if from_zero and not isinstance(self.k, str):
+            sizes = list(range(sizes[0] + 1))
         # The best known method runs for a single given k, or at the end for the chosen k; the path is warm started.
-        fixed = len(sizes) == 1
-        fits = fit_path(objective, groups, sizes, self.thorough and fixed, self.random_state, bounds=bounds)
-        errors = [float("nan")] * len(sizes)
+        single = len(sizes) == 1 and not from_zero
+        fits = fit_path(objective, groups, sizes, self.thorough and single, self.random_state, bounds=bounds)
+        scores, errors = [0.0] * len(sizes), [math.nan] * len(sizes)
+        best = len(sizes) - 1
         if self.k in _BY_FOLDS:
             scores, errors = self._cross_validate(data, sizes, splits, bounds)
-        elif fixed:
-            scores = [0.0]
-        else:
-            criterion: Criterion = self.k  # type: ignore[assignment]
+        elif isinstance(self.k, str) and len(sizes) > 1:
             scores = [
-                information(objective, fit, criterion, samples, choices, size)
+                information(objective, fit, self.k, samples, choices, size)  # type: ignore[arg-type]
                 for size, fit in zip(sizes, fits, strict=True)
             ]
-        best = int(np.argmin(scores))
+        if isinstance(self.k, str):
+            best = int(np.argmin(scores))
         if self.k == "cv-1se":
             best = next((i for i, score in enumerate(scores) if score <= scores[best] + errors[best]), best)
-        if self.thorough and not fixed and not isinstance(groups, CoordinateGroups):
-            fits[best] = min(
-                fits[best],
-                *fit_path(objective, groups, [sizes[best]], True, self.random_state, bounds=bounds),
-                key=lambda fit: fit.value,
-            )
-        self.k_ = sizes[best]
+        if self.thorough and not single and not isinstance(groups, CoordinateGroups):
+            thorough = fit_path(objective, groups, [sizes[best]], True, self.random_state, bounds=bounds)[0]
+            fits[best] = min(fits[best], thorough, key=lambda fit: fit.value)
+        return ChosenPath(objective, sizes, fits, scores, errors, best, bounds)
+
+    def _store(self, data: Observations, path: ChosenPath) -> None:
+        """Set the attributes of a fitted estimator."""
+        objective, bounds = path.objective, path.bounds
+        self.k_ = path.sizes[path.best]
         self.path_: list[PathEntry] = [
             self._entry(objective, fit, size, score, error)
-            for size, fit, score, error in zip(sizes, fits, scores, errors, strict=True)
+            for size, fit, score, error in zip(path.sizes, path.fits, path.scores, path.errors, strict=True)
         ]
-        self.support_ = self.path_[best]["support"]
-        self.n_iter_ = len(sizes)
-        self._keep(objective, fits[best])
+        self.support_ = self.path_[path.best]["support"]
+        self.n_iter_ = len(path.sizes)
+        self._keep(objective, path.fit)
         if bounds is not None and isinstance(objective, Tabled):
             bounds = bounds.repeated(objective.outputs)
-        self._keep_errors(objective, fits[best] if bounds is None else bounds.inside(fits[best]), samples)
-        if not fixed:
+        self._keep_errors(objective, path.fit if bounds is None else bounds.inside(path.fit), self._sample_count(data))
+        if len(path.sizes) > 1:
             self._keep_spread(data, objective)
 
     def _entry(self, objective: Objective, fit: Fit, size: int, score: float, error: float) -> PathEntry:
@@ -201,26 +278,30 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _keep_errors(self, objective: Objective, fit: Fit, samples: float) -> None:
         """Standard errors of `coef_`, NaN outside the support of the fit; as if it had been known beforehand."""
-        found = standard_errors(objective, fit, samples, self.fit_intercept)
+        inference = standard_errors(objective, fit, samples, self.fit_intercept)
         errors = np.full(objective.dimension, np.nan)
-        errors[fit.support] = found.errors
+        errors[fit.support] = inference.errors
         self.standard_errors_: Array = self._shaped(objective, errors)
-        self.noise_ = found.noise
+        self.noise_ = inference.noise
 
     def _shaped(self, objective: Objective, values: Array) -> Array:
         """Values of the coordinates in the shape of `coef_`."""
         if isinstance(objective, Tabled):
-            return values[: self.n_features_in_ * objective.outputs].reshape(-1, objective.outputs).T
-        return values[: self.n_features_in_].reshape(np.shape(self.coef_))
+            return values[: np.size(self.coef_)].reshape(-1, objective.outputs).T
+        return values[: np.size(self.coef_)].reshape(np.shape(self.coef_))
 
     def _keep_spread(self, data: Observations, objective: Objective) -> None:
         """Standard deviations of the features on the path, for figures in units that can be compared."""
-        self._seen: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
+        self._path_features: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
         if isinstance(objective, LeastSquares) and self.fit_intercept:  # the design of the objective is centred
-            spread = objective.column_squares[self._seen] / float(data.weights.sum())
+            spread = objective.column_squares[self._path_features] / float(data.weights.sum())
         else:
-            spread = variances(data.X[:, self._seen], data.weights, True) if self._seen.size else np.zeros(0)
-        self._spread: Array = np.sqrt(spread)
+            spread = (
+                variances(data.X[:, self._path_features], data.weights, True)
+                if self._path_features.size
+                else np.zeros(0)
+            )
+        self._path_spread: Array = np.sqrt(spread)
 
     def _get_support_mask(self) -> Booleans:
         check_is_fitted(self)
@@ -229,8 +310,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return mask
 
     def _names(self) -> list[str]:
-        known = getattr(self, "feature_names_in_", None)
-        return [f"x{j}" for j in range(self.n_features_in_)] if known is None else [str(name) for name in known]
+        names = getattr(self, "feature_names_in_", None)
+        return [f"x{j}" for j in range(self.n_features_in_)] if names is None else [str(name) for name in names]
 
     def summary(self) -> Summary:
         """The table of coefficients of the chosen features; prints as text, and as HTML in notebooks."""
@@ -263,22 +344,18 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             raise ProblemError(
                 'There is no path for a given k; fit with k="cv", "cv-1se", "aic", "bic" or "ebic" to draw one.'
             )
-        figure = new_figure()
-        left, right = figure.subplots(1, 2)
-        sizes = [entry["k"] for entry in self.path_]
-        errors = np.array([entry["score_error"] for entry in self.path_])
-        what = "held-out loss per sample" if self.k in _BY_FOLDS else f"{str(self.k).upper()} (lower is better)"
-        draw_scores(left, sizes, [entry["score"] for entry in self.path_], errors, self.k_, what)
+        score = "held-out loss per sample" if self.k in _BY_FOLDS else f"{str(self.k).upper()} (lower is better)"
         names = self._names()
-        draw_coefficients(right, sizes, self._standardised(), [names[j] for j in self._seen], self.k_)
-        if np.ndim(self.path_[0]["coef"]) > 1:
-            right.set_ylabel(f"per standard deviation, largest of a {self._outputs}")
-        return figure
-
-    def _standardised(self) -> Array:
-        """Coefficients per standard deviation (number of k, features on the path)."""
-        supports, coefs = [entry["support"] for entry in self.path_], [entry["coef"] for entry in self.path_]
-        return largest_coefficients(supports, coefs, self._seen) * self._spread
+        return path_figure(
+            self.path_,
+            [entry["score"] for entry in self.path_],
+            score,
+            chosen=self.k_,
+            columns=self._path_features,
+            spread=self._path_spread,
+            names=[names[j] for j in self._path_features],
+            outputs=self._outputs,
+        )
 
     def _support(self, objective: Objective, fit: Fit) -> Indices:
         if isinstance(objective, Tabled):
@@ -303,8 +380,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return CoordinateGroups(objective, members, forced)
 
     def _forced_groups(self, members: list[Indices]) -> frozenset[int]:
-        wanted = set(self._forced_features.tolist())
-        return frozenset(i for i, member in enumerate(members) if wanted & set(member.tolist()))
+        forced_features = set(self._forced_features.tolist())
+        return frozenset(i for i, member in enumerate(members) if forced_features & set(member.tolist()))
 
     def _penalty(self, X: Samples, weights: Array) -> Array:
         """The ridge of every feature (d,): the same per standard deviation, so that units do not matter."""
@@ -359,25 +436,9 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         repeats = max(1.0, round(mass / float(data.weights.sum()), 6))
         return (totals / mass).tolist(), (spread / np.sqrt(len(means) / repeats)).tolist()
 
-    def _validated(
-        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, **checks: bool
-    ) -> tuple[Samples, Labels, Array]:
-        if sample_weight is None and checks == {"y_numeric": True} and is_clean(X, y):
-            # What scikit-learn would do takes longer than a small fit.
-            assert isinstance(X, np.ndarray)
-            assert isinstance(y, np.ndarray)
-            self.n_features_in_ = X.shape[1]
-            if hasattr(self, "feature_names_in_"):
-                del self.feature_names_in_
-            return X, y, np.ones(X.shape[0])
-        features, target = validate_data(
-            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], **checks
-        )
-        return features, target, np.asarray(_check_sample_weight(sample_weight, features, dtype=np.float64))
-
     def _margin(self, X: MatrixLike) -> Array:
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32], reset=False)
+        X = validate_data(self, X, **_STORAGE, reset=False)
         return np.asarray(X @ np.atleast_2d(self.coef_).T + self.intercept_)
 
     def __sklearn_tags__(self) -> Tags:
@@ -385,6 +446,35 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
+
+
+def fit_from_zero(
+    estimator: SparseEstimator,
+    X: MatrixLike,
+    y: npt.ArrayLike,
+    sample_weight: VectorLike | None = None,
+    *,
+    offset: VectorLike | None = None,
+) -> tuple[Observations, ChosenPath]:
+    """`fit` for every k from 0, also where k is a number; return the samples and the path too."""
+    data = estimator._observe(X, y, sample_weight, offset)
+    with few_threads(data.X.shape[0] * data.X.shape[1]):
+        path = estimator._search(data, from_zero=True)
+        estimator._store(data, path)
+    return data, path
+
+
+def fit_supports(
+    estimator: SparseEstimator, X: MatrixLike, y: npt.ArrayLike, supports: Sequence[Indices]
+) -> tuple[Observations, ChosenPath]:
+    """`fit` on supports that were chosen elsewhere, of 0, 1, 2, ... features; the last is the one that is used."""
+    data = estimator._observe(X, y, None, None)
+    objective = estimator._objective(data)
+    fits = [refit(objective, np.union1d(support, objective.forced)) for support in supports]
+    count = len(fits)
+    path = ChosenPath(objective, list(range(count)), fits, [0.0] * count, [math.nan] * count, count - 1)
+    estimator._store(data, path)
+    return data, path
 
 
 def counts_of(weights: Array) -> Array:
@@ -397,3 +487,18 @@ def counts_of(weights: Array) -> Array:
     if (weights == 1).all() or (weights == np.round(weights)).all():
         return weights
     return weights * float(weights.sum() / (weights @ weights))
+
+
+def _is_clean(X: object, y: object) -> bool:
+    """True if samples need no conversion: NumPy arrays in float64, (n, d) and (n,), finite and not empty."""
+    return (
+        type(X) is np.ndarray
+        and type(y) is np.ndarray
+        and X.dtype == np.float64
+        and y.dtype == np.float64
+        and X.ndim == 2
+        and X.size > 0
+        and y.shape == X.shape[:1]
+        and math.isfinite(X.sum())
+        and math.isfinite(y.sum())
+    )

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 from scipy.special import expit, logsumexp, softmax
 from sklearn.base import ClassifierMixin
-from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Choice, Labels, Observations, SparseEstimator
+from iobs.optimize.estimators.base import Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
 from iobs.optimize.objectives.families import Logistic
-from iobs.optimize.objectives.multinomial import Multinomial
-from iobs.optimize.refit.fit import Fit
+from iobs.optimize.objectives.tabled import Multinomial
+from iobs.optimize.refit.newton import Fit
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
     """Logistic regression on exactly k features; with more than two classes a feature has one coefficient per class.
+
+    `fit` takes labels (n,) of any type. An offset is a known part of the log-odds of the second of two classes.
 
     Args:
         k: number of features; "aic", "bic" or "ebic" choose it by information criterion, "cv" by cross-validation.
@@ -45,67 +50,25 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         standard_errors_: as `coef_`, NaN outside the support; after selection, so too small.
     """
 
-    def __init__(
-        self,
-        k: int | Choice = "ebic",
-        *,
-        ridge: float = 1e-3,
-        fit_intercept: bool = True,
-        max_k: int | None = None,
-        groups: npt.ArrayLike | None = None,
-        forced: npt.ArrayLike | None = None,
-        lower: float | VectorLike | None = None,
-        upper: float | VectorLike | None = None,
-        cv: int | BaseCrossValidator = 5,
-        thorough: bool = True,
-        random_state: int = 0,
-    ) -> None:
-        super().__init__(
-            k,
-            ridge=ridge,
-            fit_intercept=fit_intercept,
-            max_k=max_k,
-            groups=groups,
-            forced=forced,
-            lower=lower,
-            upper=upper,
-            cv=cv,
-            thorough=thorough,
-            random_state=random_state,
-        )
+    ridge: float = 1e-3
 
-    def fit(
-        self,
-        X: MatrixLike,
-        y: npt.ArrayLike,
-        sample_weight: VectorLike | None = None,
-        *,
-        offset: VectorLike | None = None,
-        sample_groups: npt.ArrayLike | None = None,
-    ) -> SparseClassifier:
-        """Fit to (n, d) features, dense or sparse, and (n,) labels of any type.
+    _checks: ClassVar[dict[str, bool]] = {}
 
-        Args:
-            X: features.
-            y: labels.
-            sample_weight: (n,) non-negative.
-            offset: (n,) known part of the log-odds of the second of two classes.
-            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
-
-        Raises:
-            ProblemError: invalid settings, labels of a single class, or an offset with more than two classes.
-        """
-        features, labels, weights = self._validated(X, y, sample_weight)
-        check_classification_targets(labels)
-        self.classes_: Labels
-        self.classes_, numbers = np.unique(labels, return_inverse=True)
-        if self.classes_.size < 2:
-            raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
+    def _observe(
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
+    ) -> Observations:
+        data = super()._observe(X, y, sample_weight, offset)
         if self.classes_.size > 2:
             self._refuse_offset(offset)
-        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
-        self._fit_path(Observations(features, numbers.astype(np.float64), weights, known), sample_groups)
-        return self
+        return data
+
+    def _encode(self, target: Labels) -> Array:
+        check_classification_targets(target)
+        self.classes_: Labels
+        self.classes_, numbers = np.unique(target, return_inverse=True)
+        if self.classes_.size < 2:
+            raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
+        return np.asarray(numbers, dtype=np.float64)
 
     def decision_function(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Log-odds of the second class (n,), with the offset (n,) of the new samples; or margins (n, C).

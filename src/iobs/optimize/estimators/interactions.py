@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
-from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Choice, Observations
-from iobs.optimize.estimators.regressor import Loss, SparseRegressor
+from iobs.optimize.estimators.base import Observations, SparseEstimator
+from iobs.optimize.estimators.regressor import SparseRegressor
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Booleans, MatrixLike, VectorLike, as_vector
-from iobs.optimize.objectives.families import Family
+from iobs.optimize.objectives.design import Array, Booleans, MatrixLike, VectorLike
 from iobs.optimize.search.hierarchy import Hierarchy, Kind, pairs_of
 
 
@@ -39,8 +38,66 @@ def with_products(X: Array) -> Array:
     return np.hstack([X, X[:, pairs[:, 0]] * X[:, pairs[:, 1]]])
 
 
-class SparseInteractions(SparseRegressor):
-    """Regression on exactly k terms, which are features and products of two features.
+@dataclass(eq=False, repr=False, kw_only=True)
+class WithProducts(SparseEstimator):
+    """Adds the products of all pairs of features to an estimator, under hierarchy; put it before the estimator's class.
+
+    Args:
+        hierarchy: "strong": an interaction only with both of its features; "weak": with at least one.
+    """
+
+    hierarchy: Kind = "strong"
+    groups: None = field(default=None, init=False)
+    lower: None = field(default=None, init=False)
+    upper: None = field(default=None, init=False)
+
+    _terms: ClassVar[str] = "terms"
+
+    def _observe(
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
+    ) -> Observations:
+        if self.hierarchy not in ("strong", "weak"):
+            raise ProblemError(f'hierarchy must be "strong" or "weak", got {self.hierarchy!r}.')
+        data = super()._observe(X, y, sample_weight, offset)
+        if sp.issparse(data.X):
+            raise ProblemError("SparseInteractions needs dense features; convert X with X.toarray().")
+        self.pairs_ = pairs_of(data.X.shape[1])
+        return replace(data, X=with_products(np.asarray(data.X, dtype=np.float64)))
+
+    def get_term_names(self) -> list[str]:
+        """The names of all terms, of an interaction "a:b"."""
+        check_is_fitted(self)
+        return self._names()
+
+    def _names(self) -> list[str]:
+        names = super()._names()
+        return [*names, *(f"{names[left]}:{names[right]}" for left, right in self.pairs_.tolist())]
+
+    def _groups(self, objective: Objective, features: int) -> Hierarchy:
+        return Hierarchy(objective, self.n_features_in_, self.hierarchy, frozenset(self._forced_features.tolist()))
+
+    def _get_support_mask(self) -> Booleans:
+        check_is_fitted(self)
+        mask = np.zeros(self.n_features_in_, dtype=np.bool_)
+        for term in self.support_.tolist():
+            mask[[term] if term < self.n_features_in_ else self.pairs_[term - self.n_features_in_]] = True
+        return mask
+
+    def _margin(self, X: MatrixLike) -> Array:
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        return np.asarray(with_products(X) @ np.atleast_2d(self.coef_).T + self.intercept_)
+
+    def __sklearn_tags__(self) -> Tags:
+        """scikit-learn's tags: no sparse matrices, whose products would be formed densely."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SparseInteractions(WithProducts, SparseRegressor):
+    """Regression on exactly k terms, which are features and products of two features. `fit` takes dense features.
 
     Args:
         k: number of terms; chosen as `SparseRegressor` does if not a number.
@@ -63,90 +120,3 @@ class SparseInteractions(SparseRegressor):
         path_: a `PathEntry` for every k that was tried.
         standard_errors_: as `coef_`, NaN outside the support; after selection, so too small.
     """
-
-    _terms = "terms"
-
-    def __init__(
-        self,
-        k: int | Choice = "ebic",
-        *,
-        hierarchy: Kind = "strong",
-        loss: Loss | Callable[..., Family] = "squared",
-        ridge: float = 0.0,
-        fit_intercept: bool = True,
-        max_k: int | None = None,
-        forced: npt.ArrayLike | None = None,
-        cv: int | BaseCrossValidator = 5,
-        thorough: bool = True,
-        random_state: int = 0,
-    ) -> None:
-        super().__init__(
-            k,
-            loss=loss,
-            ridge=ridge,
-            fit_intercept=fit_intercept,
-            max_k=max_k,
-            forced=forced,
-            cv=cv,
-            thorough=thorough,
-            random_state=random_state,
-        )
-        self.hierarchy = hierarchy
-
-    def fit(
-        self,
-        X: MatrixLike,
-        y: npt.ArrayLike,
-        sample_weight: VectorLike | None = None,
-        *,
-        offset: VectorLike | None = None,
-        sample_groups: npt.ArrayLike | None = None,
-    ) -> SparseInteractions:
-        """Fit to (n, d) dense features and (n,) targets; see `SparseRegressor.fit`.
-
-        Raises:
-            ProblemError: invalid settings, sparse features, or targets that the loss does not take.
-        """
-        if self.hierarchy not in ("strong", "weak"):
-            raise ProblemError(f'hierarchy must be "strong" or "weak", got {self.hierarchy!r}.')
-        features, target, weights = self._validated(X, y, sample_weight, y_numeric=True)
-        if sp.issparse(features):
-            raise ProblemError("SparseInteractions needs dense features; convert X with X.toarray().")
-        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
-        self.pairs_ = pairs_of(features.shape[1])
-        terms = with_products(np.asarray(features, dtype=np.float64))
-        self._fit_path(Observations(terms, np.asarray(target, dtype=np.float64), weights, known), sample_groups)
-        return self
-
-    def get_term_names(self) -> list[str]:
-        """The names of all terms, of an interaction "a:b"."""
-        check_is_fitted(self)
-        return self._names()
-
-    def _names(self) -> list[str]:
-        names = super()._names()
-        return [*names, *(f"{names[left]}:{names[right]}" for left, right in self.pairs_.tolist())]
-
-    def _groups(self, objective: Objective, features: int) -> Hierarchy:
-        return Hierarchy(objective, self.n_features_in_, self.hierarchy, frozenset(self._forced_features.tolist()))
-
-    def _shaped(self, objective: Objective, values: Array) -> Array:
-        return values[: np.size(self.coef_)]
-
-    def _get_support_mask(self) -> Booleans:
-        check_is_fitted(self)
-        mask = np.zeros(self.n_features_in_, dtype=np.bool_)
-        for term in self.support_.tolist():
-            mask[[term] if term < self.n_features_in_ else self.pairs_[term - self.n_features_in_]] = True
-        return mask
-
-    def _margin(self, X: MatrixLike) -> Array:
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float64, reset=False)
-        return np.asarray(with_products(X) @ np.atleast_2d(self.coef_).T + self.intercept_)
-
-    def __sklearn_tags__(self) -> Tags:
-        """scikit-learn's tags: no sparse matrices, whose products would be formed densely."""
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags

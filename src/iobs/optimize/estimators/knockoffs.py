@@ -27,8 +27,7 @@ from sklearn.utils import check_array
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
 from iobs.optimize.estimators.interactions import require_features
-from iobs.optimize.objectives.arguments import forced_columns
-from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, add_to_diagonal
+from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, add_to_diagonal, forced_columns
 
 Kind: TypeAlias = Literal["fixed", "gaussian"]
 _SWEEPS = 20  # most rounds of coordinate descent on s

@@ -13,25 +13,61 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from iobs.optimize.estimators.base import PathEntry
+
 _NAMED = 12  # most coefficient paths that are named
 _LONGEST = 28  # characters of a name in a figure
 
 
-def new_figure() -> Figure:
-    """A figure for two plots beside each other; a notebook shows it as an image, also where pyplot is not imported."""
+def path_figure(
+    path: Sequence[PathEntry],
+    scores: Sequence[float],
+    score: str,
+    *,
+    chosen: int,
+    columns: Indices,
+    spread: Array,
+    names: Sequence[str],
+    outputs: str = "class",
+) -> Figure:
+    """A figure of the score and the coefficients for every k, the chosen k marked.
+
+    A notebook shows it as an image, also where pyplot is not imported.
+
+    Args:
+        path: the fit of every k.
+        scores: one for each k; lower is better.
+        score: name of the score.
+        chosen: the chosen k.
+        columns: sorted columns to draw (m,); they include every support.
+        spread: standard deviations of these columns (m,).
+        names: of these columns.
+        outputs: name of what a column has several coefficients for.
+    """
     from io import BytesIO
 
     from matplotlib.figure import Figure
 
-    class Shown(Figure):
+    class PathFigure(Figure):
         def _repr_png_(self) -> bytes:
             self.savefig(file := BytesIO(), format="png")
             return file.getvalue()
 
-    return Shown(figsize=(11, 4), layout="constrained")
+    figure = PathFigure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = [entry["k"] for entry in path]
+    errors = np.array([entry["score_error"] for entry in path])
+    _draw_scores(left, sizes, scores, errors, chosen, score)
+    table = _largest_coefficients(path, columns) * spread
+    _draw_coefficients(right, sizes, table, names, chosen)
+    if np.ndim(path[0]["coef"]) > 1:
+        right.set_ylabel(f"per standard deviation, largest of a {outputs}")
+    return figure
 
 
-def draw_scores(ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors: Array, chosen: int, what: str) -> None:
+def _draw_scores(
+    ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors: Array, chosen: int, name: str
+) -> None:
     """Draw the score of every k, with error bars where known, and mark the chosen k.
 
     Args:
@@ -40,7 +76,7 @@ def draw_scores(ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors:
         scores: one for each k; lower is better.
         errors: standard error of each score; NaN draws no bar.
         chosen: the chosen k.
-        what: name of the score.
+        name: name of the score.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -53,12 +89,12 @@ def draw_scores(ax: Axes, sizes: Sequence[int], scores: Sequence[float], errors:
     else:
         ax.plot(sizes, values, "o-", markersize=3, linewidth=1)
     ax.plot([chosen], [values[place]], "o", markersize=9, fillstyle="none", color="C3", label=f"chosen: k = {chosen}")
-    ax.set(xlabel="number of columns k", ylabel=what)
+    ax.set(xlabel="number of columns k", ylabel=name)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(fontsize="small")
 
 
-def draw_coefficients(ax: Axes, sizes: Sequence[int], table: Array, names: Sequence[str], chosen: int) -> None:
+def _draw_coefficients(ax: Axes, sizes: Sequence[int], table: Array, names: Sequence[str], chosen: int) -> None:
     """Draw each coefficient over k, named at the right end where it is large.
 
     Args:
@@ -91,18 +127,13 @@ def draw_coefficients(ax: Axes, sizes: Sequence[int], table: Array, names: Seque
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def largest_coefficients(supports: Sequence[Indices], coefs: Sequence[Array], columns: Indices) -> Array:
-    """Coefficients along a path (number of k, columns), the largest over the classes in absolute value.
-
-    Args:
-        supports: the support of every k.
-        coefs: (k,) or (classes, k) for each support.
-        columns: sorted columns of the table; they include every support.
-    """
-    table = np.zeros((len(supports), columns.size))
-    for row, support, coef in zip(table, supports, coefs, strict=True):
-        values = np.atleast_2d(coef)
-        row[np.searchsorted(columns, support)] = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+def _largest_coefficients(path: Sequence[PathEntry], columns: Indices) -> Array:
+    """Coefficients along a path (number of k, columns), the largest over the classes in absolute value."""
+    table = np.zeros((len(path), columns.size))
+    for row, entry in zip(table, path, strict=True):
+        values = np.atleast_2d(entry["coef"])
+        largest = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+        row[np.searchsorted(columns, entry["support"])] = largest
     return table
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from sklearn.base import RegressorMixin
-from sklearn.model_selection import BaseCrossValidator
+from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Choice, Observations, SparseEstimator
+from iobs.optimize.estimators.base import Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
 from iobs.optimize.objectives.families import Family, Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
-from iobs.optimize.refit.fit import Fit
+from iobs.optimize.objectives.tabled import MultiResponse, Tabled
+from iobs.optimize.refit.newton import Fit
 
 Loss = Literal["squared", "poisson", "gamma", "tweedie", "negative_binomial"]
 FAMILIES: dict[str, type[Family]] = {
@@ -28,6 +30,7 @@ FAMILIES: dict[str, type[Family]] = {
 _LARGEST = 700.0  # the largest margin whose exponential is finite
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
     """Regression on exactly k features: least squares, or a generalised linear model with a log link.
 
@@ -59,62 +62,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         noise_: estimated standard deviation of the noise; square root of the dispersion of other families.
     """
 
-    def __init__(
-        self,
-        k: int | Choice = "ebic",
-        *,
-        loss: Loss | Callable[..., Family] = "squared",
-        ridge: float = 0.0,
-        fit_intercept: bool = True,
-        max_k: int | None = None,
-        groups: npt.ArrayLike | None = None,
-        forced: npt.ArrayLike | None = None,
-        lower: float | VectorLike | None = None,
-        upper: float | VectorLike | None = None,
-        cv: int | BaseCrossValidator = 5,
-        thorough: bool = True,
-        random_state: int = 0,
-    ) -> None:
-        super().__init__(
-            k,
-            ridge=ridge,
-            fit_intercept=fit_intercept,
-            max_k=max_k,
-            groups=groups,
-            forced=forced,
-            lower=lower,
-            upper=upper,
-            cv=cv,
-            thorough=thorough,
-            random_state=random_state,
-        )
-        self.loss = loss
-
-    def fit(
-        self,
-        X: MatrixLike,
-        y: npt.ArrayLike,
-        sample_weight: VectorLike | None = None,
-        *,
-        offset: VectorLike | None = None,
-        sample_groups: npt.ArrayLike | None = None,
-    ) -> SparseRegressor:
-        """Fit to (n, d) features, dense or sparse, and (n,) targets.
-
-        Args:
-            X: features.
-            y: targets.
-            sample_weight: (n,) non-negative.
-            offset: (n,) known part of the linear predictor, such as the log of the exposure.
-            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
-
-        Raises:
-            ProblemError: invalid settings; targets or an offset that the loss does not take.
-        """
-        features, target, weights = self._validated(X, y, sample_weight, y_numeric=True)
-        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
-        self._fit_path(Observations(features, np.asarray(target, dtype=np.float64), weights, known), sample_groups)
-        return self
+    loss: Loss | Callable[..., Family] = "squared"
 
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Predicted targets (n,), with the offset (n,) of the new samples; zero if not given."""
@@ -157,3 +105,52 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
             return float(data.weights @ (np.exp(margin) - data.y * margin))
         held_out = self._family()(np.zeros((margin.size, 1)), data.y)
         return float(data.weights @ held_out.losses(margin))
+
+
+class SparseMultiTaskRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
+    """Least squares for several responses that share exactly k features.
+
+    The losses of the responses are added as they are: divide each response by its standard deviation if their units
+    differ. Arguments are those of `SparseRegressor` without the loss. `fit` takes responses (n, C), or one response
+    (n,), and no offset.
+
+    Attributes:
+        coef_: (C, d), zero outside `support_`.
+        intercept_: (C,).
+        support_: sorted indices of the features used.
+        k_: the number of features, given or chosen.
+        path_: a `PathEntry` for every k that was tried.
+        standard_errors_: (C, d), NaN outside the support; after selection, so too small.
+        noise_: estimated standard deviation of the noise, the same for all responses.
+    """
+
+    _outputs: ClassVar[str] = "response"
+    _checks: ClassVar[dict[str, bool]] = {"y_numeric": True, "multi_output": True}
+
+    def _observe(
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
+    ) -> Observations:
+        if offset is not None:
+            raise ProblemError("SparseMultiTaskRegressor takes no offset; subtract it from the responses.")
+        return super()._observe(X, y, sample_weight, None)
+
+    def _encode(self, target: Labels) -> Array:
+        return np.asarray(target, dtype=np.float64).reshape(len(target), -1)
+
+    def predict(self, X: MatrixLike) -> Array:
+        """Predicted responses (n, C)."""
+        return self._margin(X)
+
+    def _objective(self, data: Observations) -> MultiResponse:
+        ridge = self._penalty(data.X, data.weights)
+        return MultiResponse(data.X, data.y, ridge=ridge, intercept=self.fit_intercept, sample_weight=data.weights)
+
+    def _held_out(self, data: Observations, fit: Fit, objective: Tabled) -> float:  # type: ignore[override]
+        table, constants = objective.table(fit.theta)
+        return float(data.weights @ ((data.y - data.X @ table.T - constants) ** 2).sum(axis=1))
+
+    def __sklearn_tags__(self) -> Tags:
+        """scikit-learn's tags: several responses."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output, tags.target_tags.single_output = True, False
+        return tags

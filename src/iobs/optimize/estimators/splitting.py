@@ -19,7 +19,7 @@ from sklearn.utils import check_array, check_consistent_length
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator, counts_of
 from iobs.optimize.estimators.interactions import require_features
-from iobs.optimize.estimators.multi_task import SparseMultiTaskRegressor
+from iobs.optimize.estimators.regressor import SparseMultiTaskRegressor
 from iobs.optimize.objectives.design import MatrixLike, VectorLike
 
 

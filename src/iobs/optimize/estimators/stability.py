@@ -19,8 +19,7 @@ from sklearn.utils import check_array, check_consistent_length
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
 from iobs.optimize.estimators.interactions import require_features
-from iobs.optimize.objectives.arguments import forced_columns
-from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike
+from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike, forced_columns
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _supports(
     """The supports for k = 1 ... max_k on some samples, (max_k, d)."""
     model = clone(estimator).set_params(k="aic", max_k=max_k, thorough=False)
     model.fit(X, y, weights)
-    found = np.zeros((max_k, model.n_features_in_), dtype=np.bool_)
+    supports = np.zeros((max_k, model.n_features_in_), dtype=np.bool_)
     for entry in model.path_[1:]:
-        found[entry["k"] - 1, entry["support"]] = True
-    return found
+        supports[entry["k"] - 1, entry["support"]] = True
+    return supports

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Choice, Observations, SparseEstimator
+from iobs.optimize.estimators.base import ChosenPath, Observations, SparseEstimator
 from iobs.optimize.estimators.summary import Summary
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
-from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.newton import Fit
 
 
 def concordance(times: Array, events: Array, hazard: Array, weights: Array | None = None) -> float:
@@ -48,23 +47,27 @@ def log_baseline(times: Array, events: Array, weights: Array, margin: Array) -> 
     """
     order = np.argsort(-times, kind="stable")
     happened = (events == 1) & (weights > 0)
-    found, first = np.unique(times[happened], return_inverse=True)
-    deaths = np.bincount(first, weights[happened], minlength=found.size)
+    event_times, first = np.unique(times[happened], return_inverse=True)
+    deaths = np.bincount(first, weights[happened], minlength=event_times.size)
     with np.errstate(divide="ignore"):  # a weight of zero
         at_risk = np.logaddexp.accumulate((np.log(weights) + margin)[order])  # of the samples with the largest times
-    last = np.searchsorted(-times[order], -found, side="right") - 1
-    return found, np.logaddexp.accumulate(np.log(deaths) - at_risk[last])
+    last = np.searchsorted(-times[order], -event_times, side="right") - 1
+    return event_times, np.logaddexp.accumulate(np.log(deaths) - at_risk[last])
 
 
 def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tuple[Array, Array]:
     """`log_baseline` with the cumulative hazard itself, 0 or infinity where it is no floating-point number."""
-    found, logs = log_baseline(times, events, weights, margin)
+    event_times, logs = log_baseline(times, events, weights, margin)
     with np.errstate(over="ignore"):
-        return found, np.exp(logs)
+        return event_times, np.exp(logs)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SparseCox(SparseEstimator):
     """Cox's proportional hazards model on exactly k features, for times that may be censored.
+
+    `fit` takes y (n, 2): the time of each sample, and 1 if the event happened then or 0 if the sample was censored. The
+    offset is a known part of the logarithm of the hazard.
 
     Args:
         k: see `SparseRegressor`; the criteria count events, not samples (Volinsky and Raftery 2000), and
@@ -91,67 +94,24 @@ class SparseCox(SparseEstimator):
             are so far from zero that it is no floating-point number. `predict_survival` does not suffer from that.
     """
 
-    def __init__(
-        self,
-        k: int | Choice = "ebic",
-        *,
-        ties: Literal["efron", "breslow"] = "efron",
-        ridge: float = 0.0,
-        max_k: int | None = None,
-        groups: npt.ArrayLike | None = None,
-        forced: npt.ArrayLike | None = None,
-        lower: float | VectorLike | None = None,
-        upper: float | VectorLike | None = None,
-        cv: int | BaseCrossValidator = 5,
-        thorough: bool = True,
-        random_state: int = 0,
-    ) -> None:
-        super().__init__(
-            k,
-            ridge=ridge,
-            max_k=max_k,
-            groups=groups,
-            forced=forced,
-            lower=lower,
-            upper=upper,
-            cv=cv,
-            thorough=thorough,
-            random_state=random_state,
-        )
-        self.ties = ties
+    fit_intercept: bool = field(default=True, init=False)  # the baseline hazard takes the constant
+    ties: Literal["efron", "breslow"] = "efron"
 
-    def fit(
-        self,
-        X: MatrixLike,
-        y: npt.ArrayLike,
-        sample_weight: VectorLike | None = None,
-        *,
-        offset: VectorLike | None = None,
-        sample_groups: npt.ArrayLike | None = None,
-    ) -> SparseCox:
-        """Fit to (n, d) features, dense or sparse, and their times.
+    _checks: ClassVar[dict[str, bool]] = {"y_numeric": True, "multi_output": True}
 
-        Args:
-            X: features.
-            y: (n, 2): the time of each sample, and 1 if the event happened then or 0 if the sample was censored.
-            sample_weight: (n,) non-negative.
-            offset: (n,) known part of the logarithm of the hazard.
-            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
-
-        Raises:
-            ProblemError: invalid settings, times without events, or y of another shape.
-        """
+    def _observe(
+        self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
+    ) -> Observations:
         if np.ndim(y) != 2 or np.shape(y)[1] != 2:
             raise ProblemError(f"SparseCox needs y of shape (n, 2), times and events, got {np.shape(y)}.")
-        features, target, weights = self._validated(X, y, sample_weight, y_numeric=True, multi_output=True)
-        known = None if offset is None else as_vector(offset, "offset", features.shape[0])
-        data = Observations(features, np.asarray(target, dtype=np.float64), weights, known)
-        self._fit_path(data, sample_groups)
-        margin = data.margin(self.coef_, 0.0)
-        self.baseline_times_, self._log_hazard = log_baseline(data.y[:, 0], data.y[:, 1], weights, margin)
+        return super()._observe(X, y, sample_weight, offset)
+
+    def _store(self, data: Observations, path: ChosenPath) -> None:
+        super()._store(data, path)
+        times, events = data.y.T
+        self.baseline_times_, self._log_hazard = log_baseline(times, events, data.weights, data.margin(self.coef_, 0.0))
         with np.errstate(over="ignore"):
             self.baseline_hazard_: Array = np.exp(self._log_hazard)
-        return self
 
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Logarithms (n,) of the hazards relative to a sample of zeros; larger means an earlier event."""
@@ -172,8 +132,8 @@ class SparseCox(SparseEstimator):
 
     def summary(self) -> Summary:
         """The table of coefficients of the chosen features, without a constant: the baseline hazard takes it."""
-        found = super().summary()
-        return replace(found, rows=found.rows[:-1])
+        table = super().summary()
+        return replace(table, rows=table.rows[:-1])
 
     def _objective(self, data: Observations) -> Cox:
         forced = () if self.groups is not None else self._forced_features

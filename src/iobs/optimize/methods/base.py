@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,18 +35,6 @@ class State:
     message: str = ""
 
 
-class Method(Protocol):
-    """An algorithm. Its settings are its fields; all that changes is in the `State`."""
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """The start: theta if given, else the method's own start."""
-        ...
-
-    def step(self, problem: Problem, state: State) -> State:
-        """The next iterate."""
-        ...
-
-
 def state_at(
     problem: Problem,
     theta: Array | None,
@@ -58,3 +47,16 @@ def state_at(
     """The state at theta, or at zero if theta is None."""
     theta = np.zeros(problem.dimension) if theta is None else theta
     return State(theta, *problem.objective.value_and_gradient(theta), memory, done, busy, message)
+
+
+class Method(Protocol):
+    """An algorithm. Its settings are its fields; all that changes is in the `State`."""
+
+    def begin(self, problem: Problem, theta: Array | None) -> State:
+        """The start: theta if given, else zero."""
+        return state_at(problem, theta)
+
+    @abstractmethod
+    def step(self, problem: Problem, state: State) -> State:
+        """The next iterate."""
+        ...

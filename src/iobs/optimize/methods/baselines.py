@@ -8,15 +8,14 @@ import numpy as np
 
 from iobs.errors import ProblemError
 from iobs.optimize.curvature.kinds import FullHessian, ScaledIdentity
-from iobs.optimize.methods.base import State, state_at
+from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import newton_direction
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, newton_direction, refit
 
 
 @dataclass(frozen=True)
-class AcceleratedIHT:
+class AcceleratedIHT(Method):
     """IHT with Nesterov's momentum, restarted whenever f rises (after Blumensath 2012)."""
 
     curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
@@ -40,7 +39,7 @@ class AcceleratedIHT:
 
 
 @dataclass(frozen=True)
-class NewtonIHT:
+class NewtonIHT(Method):
     """Newton-step-based IHT (Meng and Zhao 2020): T_k(theta - length (H + damping)^-1 g); length 1 is Top-k-I-OBS.
 
     Attributes:
@@ -51,10 +50,6 @@ class NewtonIHT:
     length: float = 1.0
     damping: float | None = None
 
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
-
     def step(self, problem: Problem, state: State) -> State:
         """Take a damped Newton step and truncate."""
         damping = problem.damping_or(self.damping)
@@ -63,14 +58,10 @@ class NewtonIHT:
 
 
 @dataclass(frozen=True)
-class HTP:
+class HTP(Method):
     """Hard thresholding pursuit (Foucart 2011): the support of an IHT step, then a full refit."""
 
     curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
         """Refit on the support of a truncated gradient step; done when the support repeats."""
@@ -80,15 +71,11 @@ class HTP:
 
 
 @dataclass(frozen=True)
-class FNHTP:
+class FNHTP(Method):
     """Fast Newton hard thresholding pursuit (Chen and Gu 2017): HTP with a few Newton steps in place of the refit."""
 
     curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
     newton_steps: int = 1
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
         """Take a truncated gradient step, then Newton steps on its support."""
@@ -103,7 +90,7 @@ class FNHTP:
 
 
 @dataclass(frozen=True)
-class NHTP:
+class NHTP(Method):
     """Newton hard thresholding pursuit (Zhou, Xiu and Qi 2021): one Newton step on the stationarity equations.
 
     On T = the k largest of |theta - eta g|, d_T solves H_TT d_T = H_T,rest theta_rest - g_T, and d_rest = -theta_rest.
@@ -115,10 +102,6 @@ class NHTP:
     """
 
     length: float | None = None
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
         """Take a Newton step on T, halved until f falls."""
@@ -143,46 +126,30 @@ class NHTP:
 
 
 @dataclass(frozen=True)
-class CoSaMP:
+class CoSaMP(Method):
     """Compressive sampling matching pursuit (Needell and Tropp 2009): merge 2k, refit, keep k largest, refit again."""
 
     merged: int = 2
 
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
-
     def step(self, problem: Problem, state: State) -> State:
         """Merge supports, refit, keep the k largest, refit; done when f stops falling."""
-        objective = problem.objective
-        spare = max(1, objective.rank - int(np.count_nonzero(state.theta)) - problem.forced.size)
-        steep = np.where(state.theta != 0, 0.0, np.abs(state.gradient))
-        support = np.union1d(np.flatnonzero(state.theta), problem.top(steep, min(self.merged * problem.size, spare)))
-        wide = refit(objective, support.astype(np.int64), state.theta)
+        slope = np.where(state.theta != 0, 0.0, np.abs(state.gradient))
+        wide = _merged(problem, state, slope, self.merged)
         return _fitted(problem, problem.top(np.abs(wide.theta)), state, wide.theta)
 
 
 @dataclass(frozen=True)
-class GraSP:
+class GraSP(Method):
     """Gradient support pursuit (Bahmani, Raj and Boufounos 2013): CoSaMP for any f, without the debiasing refit."""
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start from zero."""
-        return state_at(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
         """Merge supports, minimise on the merged support, truncate."""
-        objective = problem.objective
-        spare = max(1, objective.rank - int(np.count_nonzero(state.theta)) - problem.forced.size)
-        support = np.union1d(
-            np.flatnonzero(state.theta), problem.top(np.abs(state.gradient), min(2 * problem.size, spare))
-        )
-        wide = refit(objective, support.astype(np.int64), state.theta)
+        wide = _merged(problem, state, np.abs(state.gradient), 2)
         return state_at(problem, problem.truncate(wide.theta))
 
 
 @dataclass(frozen=True)
-class OMP:
+class OMP(Method):
     """Orthogonal matching pursuit (Pati et al. 1993): add the steepest coordinate in units of its column, refit."""
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
@@ -218,3 +185,11 @@ def _fitted(problem: Problem, support: Indices, state: State, start: Array | Non
     worse = problem.feasible(state.theta) and bool(state.theta.any()) and fit.value > state.value
     message = "the support repeats" if repeated else "f no longer falls" if worse else ""
     return State(fit.theta, fit.value, fit.gradient, None, repeated or worse, False, message)
+
+
+def _merged(problem: Problem, state: State, slope: Array, times: int) -> Fit:
+    """The refit on the support and the `times` k steepest coordinates, no more than the rank of H allows."""
+    objective = problem.objective
+    spare = max(1, objective.rank - int(np.count_nonzero(state.theta)) - problem.forced.size)
+    steep = problem.top(slope, min(times * problem.size, spare))
+    return refit(objective, np.union1d(np.flatnonzero(state.theta), steep).astype(np.int64), state.theta)

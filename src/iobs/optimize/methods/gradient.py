@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from iobs.optimize.curvature.kinds import ScaledIdentity, largest_eigenvalue, largest_of_products
-from iobs.optimize.methods.base import State, state_at
+from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Booleans
 from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.problem import Problem
@@ -20,7 +20,7 @@ _TOLERANCE = 1e-3  # of eigenvalues of sampled matrices
 
 
 @dataclass(frozen=True)
-class HardThresholding:
+class HardThresholding(Method):
     """theta_{t+1} = T_k(theta_t - eta g_t): k-IHT, or stochastic IHT with a batch (paper, Lemma 1).
 
     Attributes:
@@ -46,7 +46,7 @@ class HardThresholding:
 
 
 @dataclass(frozen=True)
-class StochasticIOBS:
+class StochasticIOBS(Method):
     """theta_{t+1} = T_k(theta_t - eta g_t), eta = 1 / (lambda + norm(g_Q)^2 / norm(g)), Q = supp(theta_t) (appendix).
 
     Attributes:

@@ -9,8 +9,7 @@ from iobs.optimize.methods import baselines, subproblem
 from iobs.optimize.methods.base import Method
 from iobs.optimize.methods.best_known import BestKnown
 from iobs.optimize.methods.gradient import HardThresholding, StochasticIOBS
-from iobs.optimize.methods.regularised import RegularisedNewton
-from iobs.optimize.methods.sparse_newton import SparseNewton
+from iobs.optimize.methods.sparse_newton import RegularisedNewton, SparseNewton
 
 METHODS: dict[str, Callable[[], Method]] = {
     "auto": BestKnown,

@@ -14,8 +14,7 @@ from iobs.optimize.curvature.kinds import Model
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit, inverse_block
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, inverse_block, refit
 from iobs.optimize.search import kernels
 from iobs.optimize.search.swaps import Swapper
 

@@ -5,7 +5,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.families import Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
-from iobs.optimize.objectives.multi_response import MultiResponse
+from iobs.optimize.objectives.tabled import MultiResponse
 
 __all__ = [
     "Cox",

@@ -12,7 +12,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 
 
-class TorchObjective:
+class TorchObjective(Objective):
     """A twice differentiable f: (d,) tensor -> scalar tensor; see `from_torch`."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], dimension: int, dtype: torch.dtype) -> None:
@@ -24,11 +24,6 @@ class TorchObjective:
         self.forced = np.zeros(0, np.int64)
         self.quadratic = False
 
-    @property
-    def rank(self) -> int:
-        """d: the rank is unknown."""
-        return self.dimension
-
     def _tensor(self, theta: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(theta)).to(self.dtype)
 
@@ -39,11 +34,6 @@ class TorchObjective:
                 "The function given to from_torch must return one number as a tensor; end it with .sum()."
             )
         return result.reshape(())
-
-    def value(self, theta: Array) -> float:
-        """f(theta)."""
-        with torch.no_grad():
-            return float(self._evaluate(self._tensor(theta)))
 
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """f and its gradient by reverse differentiation."""
@@ -91,14 +81,6 @@ class TorchObjective:
         index = torch.from_numpy(support)
         zeros = torch.zeros(self.dimension, dtype=self.dtype)
         return TorchObjective(lambda z: self.function(zeros.index_put((index,), z)), support.size, self.dtype)
-
-    def constant_coordinates(self) -> Indices:
-        """None: constant coordinates of a general function are unknown."""
-        return np.zeros(0, np.int64)
-
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0: there is no intercept."""
-        return theta, 0.0
 
 
 def from_torch(

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector, weighted_rows
-from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.design import BLOCK_ELEMENTS, Array, Indices, MatrixLike, VectorLike
 
 _UNDERFLOW = 1e-290  # sums of hazards relative to the largest hazard, below which f counts as infinite
@@ -78,13 +77,13 @@ class RiskSets:
 
     def term_weights(self, weights: Array) -> Array:
         """The mean weight of the events at a term's time, from the sorted weights of the samples (n,)."""
-        own = weights[self.event]
+        event_weights = weights[self.event]
         deaths = np.bincount(self.group, minlength=self.starts.size)
-        total = np.bincount(self.group, own, self.starts.size)
+        total = np.bincount(self.group, event_weights, self.starts.size)
         return np.asarray(total / np.maximum(deaths, 1))[self.group]
 
 
-class Cox:
+class Cox(DesignObjective):
     """Minus the log partial likelihood of Cox's proportional hazards model, + 1/2 ridge norm(theta)^2.
 
     There is no intercept: the baseline hazard takes it.
@@ -119,14 +118,14 @@ class Cox:
         forced: npt.ArrayLike | None = (),
         offset: VectorLike | None = None,
     ) -> None:
-        design, when, weights = prepare(X, times, sample_weight)
+        design, when, weights = designs.prepare(X, times, sample_weight)
         happened = designs.as_vector(events, "events", when.size)
         if not np.isin(happened, (0, 1)).all() or not (happened * weights).any():
             raise ProblemError("Cox needs events of 0 (censored) and 1, and at least one 1 of positive weight.")
         if ties not in ("efron", "breslow"):
             raise ProblemError(f'ties must be "efron" or "breslow", got {ties!r}.')
         self.offset = np.zeros(when.size) if offset is None else designs.as_vector(offset, "offset", when.size)
-        rows = weighted_rows(weights)
+        rows = designs.weighted_rows(weights)
         if rows is not None:
             design, when, happened = design.samples(rows), when[rows], happened[rows]
             weights, self.offset = weights[rows], self.offset[rows]
@@ -134,20 +133,11 @@ class Cox:
         self.design = centring.centre(design, ones, centring.column_means(design, weights, weights.sum()))
         self.weights = weights
         self.risk = RiskSets(when, happened == 1, ties == "efron")
-        self.ridge = ridge_vector(ridge, design.shape[1])
-        self.forced = forced_columns(forced, design.shape[1])
+        self.ridge = designs.ridge_vector(ridge, design.shape[1])
+        self.forced = designs.forced_columns(forced, design.shape[1])
         self.dimension = design.shape[1]
         self.squares = self.design.squares(weights)
         centring.require_finite_columns(self.squares)
-
-    @property
-    def rank(self) -> int:
-        """An upper bound on the rank of the Hessian."""
-        return self.dimension if self.ridge.any() else min(self.design.shape)
-
-    def value(self, theta: Array) -> float:
-        """f(theta)."""
-        return self._at(theta)[0]
 
     def _at(self, theta: Array) -> tuple[float, Array, Array, Array]:
         """(f, w exp(m) sorted, S, weights of the terms)."""
@@ -200,8 +190,7 @@ class Cox:
         """H_:Q, or only the rows in `rows`."""
         curved = self._curved(theta, self.design.columns(support).astype(np.float64))
         block = self.design.rmatmat(curved, None if rows is None or rows.size >= self.dimension else rows)
-        rows = np.arange(self.dimension) if rows is None else rows
-        return np.asarray(block + np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0))
+        return self.with_ridge(block, rows, support)
 
     def hessian_block(self, theta: Array, support: Indices) -> Array:
         """H_QQ."""
@@ -232,7 +221,3 @@ class Cox:
     def constant_coordinates(self) -> Indices:
         """Constant columns without ridge."""
         return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)
-
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0."""
-        return theta, 0.0

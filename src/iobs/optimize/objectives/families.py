@@ -19,7 +19,6 @@ from scipy.special import expit, gammaln, psi, xlogy
 
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.arguments import prepare, weighted_rows
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
 from iobs.optimize.objectives.linear import LinearModel
 
@@ -48,8 +47,8 @@ class Family(LinearModel):
         forced: npt.ArrayLike | None = (),
         offset: VectorLike | None = None,
     ) -> None:
-        design, target, weights = prepare(X, y, sample_weight)
-        target, rows = self._accepted(target), weighted_rows(weights)
+        design, target, weights = designs.prepare(X, y, sample_weight)
+        target, rows = self._accepted(target), designs.weighted_rows(weights)
         if offset is not None:
             self.offset = designs.as_vector(offset, "offset", target.size)
         if rows is not None:

@@ -21,7 +21,7 @@ _WHOLE_WORK = 1e10  # most multiplications for which all rows of H are computed 
 _AHEAD = 16  # number of rows of H that are computed with a missing one; one product of matrices is faster than many
 
 
-class GramLeastSquares:
+class GramLeastSquares(Objective):
     """A `LeastSquares` through H and c; rows of H are computed once they are needed.
 
     Attributes:
@@ -61,18 +61,14 @@ class GramLeastSquares:
         """Compute the rows of H in `support` that are not known, and some of the next most promising."""
         if self.complete:
             return
-        wanted = support[~self.known[support]]
-        if not wanted.size:
+        missing = support[~self.known[support]]
+        if not missing.size:
             return
-        likely = self._order[~self.known[self._order]][: max(0, _AHEAD - wanted.size)]
-        new = np.union1d(wanted, likely).astype(np.int64)
+        likely = self._order[~self.known[self._order]][: max(0, _AHEAD - missing.size)]
+        new = np.union1d(missing, likely).astype(np.int64)
         self.rows[new] = self.source.hessian_columns(self.linear, new).T
         self.known[new] = True
         self.complete = bool(self.known.all())
-
-    def value(self, theta: Array) -> float:
-        """f(theta)."""
-        return self.value_and_gradient(theta)[0]
 
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """f and H theta - c."""

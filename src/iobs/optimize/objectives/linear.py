@@ -14,7 +14,7 @@ means.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from copy import copy
 from functools import cached_property
 
@@ -24,12 +24,11 @@ import numpy.typing as npt
 from iobs.errors import NonFiniteError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.arguments import forced_columns, prepare, ridge_vector
-from iobs.optimize.objectives.base import Objective
+from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.design import Array, Design, Indices, MatrixLike, VectorLike
 
 
-class LinearModel(ABC):
+class LinearModel(DesignObjective):
     """Base class of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge; a subclass gives l and its two derivatives."""
 
     quadratic = False
@@ -55,7 +54,7 @@ class LinearModel(ABC):
         forced: npt.ArrayLike | None,
     ) -> None:
         """Initialise; an intercept becomes the last coordinate."""
-        penalty, always = ridge_vector(ridge, design.shape[1]), forced_columns(forced, design.shape[1])
+        penalty, always = designs.ridge_vector(ridge, design.shape[1]), designs.forced_columns(forced, design.shape[1])
         if intercept:
             always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
             design, self.mean = centring.with_intercept(design, weights)
@@ -133,19 +132,10 @@ class LinearModel(ABC):
         """An unbiased estimate of the gradient from uniformly drawn samples `rows`."""
         return self.design.shape[0] / rows.size * self.minibatch(rows).value_and_gradient(theta)[1]
 
-    @property
-    def rank(self) -> int:
-        """An upper bound on the rank of the Hessian."""
-        return self.dimension if self.ridge.any() else min(self.design.shape)
-
     def margin(self, theta: Array) -> Array:
         """X theta + offset, (n,)."""
         margin = self.design.matvec(theta)
         return margin if self.offset is None else margin + self.offset
-
-    def value(self, theta: Array) -> float:
-        """f(theta)."""
-        return self._value(theta, self.margin(theta))
 
     def _value(self, theta: Array, margin: Array) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -195,9 +185,7 @@ class LinearModel(ABC):
             block = self.design.rmatmat(weighted)
             block[support, np.arange(support.size)] += self.ridge[support]
             return block if rows is None else block[rows]
-        block = self.design.rmatmat(weighted, rows)
-        block += np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0)
-        return block
+        return self.with_ridge(self.design.rmatmat(weighted, rows), rows, support)
 
     def hessian_diagonal(self, theta: Array) -> Array:
         """diag H."""
@@ -255,7 +243,7 @@ class LeastSquares(LinearModel):
         forced: npt.ArrayLike | None = (),
         offset: VectorLike | None = None,
     ) -> None:
-        design, target, weights = prepare(X, y, sample_weight)
+        design, target, weights = designs.prepare(X, y, sample_weight)
         if offset is not None:
             target = target - designs.as_vector(offset, "offset", target.size)
         if sample_weight is not None and not (weights == 1).all():
@@ -269,7 +257,11 @@ class LeastSquares(LinearModel):
             design, target = centring.centre(design, root, self.mean), target - root * self.level
         columns = design.shape[1]
         super().__init__(
-            design, target, np.ones(design.shape[0]), ridge_vector(ridge, columns), forced_columns(forced, columns)
+            design,
+            target,
+            np.ones(design.shape[0]),
+            designs.ridge_vector(ridge, columns),
+            designs.forced_columns(forced, columns),
         )
         _ = self.column_squares
 

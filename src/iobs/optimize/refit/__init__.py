@@ -1,6 +1,5 @@
 """Minimisers of f on a given support."""
 
-from iobs.optimize.refit.fit import Fit
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, refit
 
 __all__ = ["Fit", "refit"]

@@ -15,7 +15,7 @@ from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
 from iobs.optimize.objectives.gram import GramLeastSquares
-from iobs.optimize.refit.fit import Fit, newton_direction
+from iobs.optimize.refit.newton import Fit, newton_direction
 
 _STEPS = 200
 _HALVINGS = 40
@@ -123,12 +123,12 @@ def _minimise(part: Objective, theta: Array, bounds: Bounds, support: Indices) -
         direction = np.zeros_like(theta)
         direction[free] = newton_direction(block[np.ix_(free, free)], gradient[free])
         steepest = np.where(free, -gradient / np.maximum(np.abs(block.diagonal()), 1e-300), 0.0)
-        found = _step(part, theta, value, gradient, direction, bounds, support)
-        if found is None or found[1] >= value:
-            found = _step(part, theta, value, gradient, steepest, bounds, support) or found
-        if found is None:
+        better_step = _step(part, theta, value, gradient, direction, bounds, support)
+        if better_step is None or better_step[1] >= value:
+            better_step = _step(part, theta, value, gradient, steepest, bounds, support) or better_step
+        if better_step is None:
             break
-        moved, better, slope = found
+        moved, better, slope = better_step
         change = np.abs(moved - theta).max()
         ended = value - better <= 1e-15 * abs(value) and change <= 1e-12 * np.abs(moved).max(initial=0.0)
         theta, value, gradient = moved, min(value, better), slope

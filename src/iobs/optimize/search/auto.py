@@ -17,7 +17,7 @@ The stages run until the whole gradient vanishes (no support can be better for a
    rate holds as far as these products converge.
 
 No stage raises f. Least squares with at least as many samples as columns is searched by its Gram matrix. Where that
-matrix is whole, and no start is given, one compiled stage does all of this (`compiled`).
+matrix is whole, and no start is given, one compiled stage does all of this (`gram_search`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit, newton_direction
-from iobs.optimize.refit.newton import on_data, refit
-from iobs.optimize.search import compiled, pursuits
+from iobs.optimize.refit.newton import Fit, newton_direction, on_data, refit
+from iobs.optimize.search import gram_search, pursuits
 from iobs.optimize.search.swaps import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
@@ -114,11 +113,11 @@ def _compile_stages(n_below_d: bool) -> None:
 
 def _by_gram(problem: Problem, gram: GramLeastSquares, theta: Array | None, kicks: int) -> Iterator[Stage]:
     """The stages on the Gram matrix; all of them as one compiled stage where the whole matrix is known."""
-    found = compiled.best_fit(problem, gram, kicks) if theta is None and gram.complete else None
-    if found is None:
+    fit = gram_search.best_fit(problem, gram, kicks) if theta is None and gram.complete else None
+    if fit is None:
         yield from _stages(replace(problem, objective=gram), theta, kicks, None)
     else:
-        yield Stage(BY_GRAM, found, False)
+        yield Stage(BY_GRAM, fit, False)
 
 
 def _stages(problem: Problem, theta: Array | None, kicks: int, empty: Fit | None) -> Iterator[Stage]:
@@ -160,7 +159,7 @@ def _plan(swapper: Swapper, empty: Fit, kicks: int) -> Iterator[tuple[str, Calla
         ("merging pursuit", lambda best: pursuits.compressive_sampling_pursuit(problem, empty)),
     )[:: -1 if problem.expensive_columns else 1]  # merging takes fewer differentiations
     yield first_pursuit
-    if isinstance(objective, LinearModel) and not objective.quadratic and problem.dimension <= compiled.NEWTON_LIMIT:
+    if isinstance(objective, LinearModel) and not objective.quadratic and problem.dimension <= gram_search.NEWTON_LIMIT:
         for _ in range(_MODELS if kicks else 0):
             yield _MODEL, lambda best: _by_model(swapper, best, kicks)
     n, d = objective.design.shape if isinstance(objective, LeastSquares) else (0, 0)
@@ -185,7 +184,7 @@ def _by_model(swapper: Swapper, best: Fit, kicks: int) -> Fit | None:
     problem = swapper.problem
     if best.support.size == problem.forced.size or problem.objective.rank < problem.dimension:
         return None
-    support = compiled.model_support(problem, swapper.hessian(best), best, kicks)
+    support = gram_search.model_support(problem, swapper.hessian(best), best, kicks)
     if support is None:
         return None
     if np.array_equal(support, best.support):
@@ -214,7 +213,7 @@ def _newton_support(swapper: Swapper, best: Fit) -> Fit:
     """Refit on the support of T_k of the Newton point (Option 1's mask)."""
     problem, objective = swapper.problem, swapper.problem.objective
     costly = isinstance(objective, GramLeastSquares) and not objective.complete
-    if problem.dimension <= compiled.NEWTON_LIMIT and not problem.expensive_columns and not costly:
+    if problem.dimension <= gram_search.NEWTON_LIMIT and not problem.expensive_columns and not costly:
         if problem.damping is None and objective.rank >= problem.dimension:
             # H is definite and takes only one factorisation.
             centre = best.theta + _newton_direction(swapper, best)

@@ -15,7 +15,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit
+from iobs.optimize.refit.newton import Fit
 from iobs.optimize.refit.within import Bounds, refit_within
 from iobs.optimize.search import auto
 
@@ -94,8 +94,8 @@ class BoundedSearch:
             gain[leaving] = -1.0
             order = np.argsort(-gain, kind="stable")
             # A coordinate that promises nothing cannot lower a convex f: the gradient points out of its bounds.
-            tried = order[: int((gain > 0).sum())]
-            for entering in tried if self.tries_all else tried[:_WIDTH]:
+            promising = order[: int((gain > 0).sum())]
+            for entering in promising if self.tries_all else promising[:_WIDTH]:
                 trial = self.fitted(np.append(rest.support, entering), rest.theta)
                 if trial.value < least:
                     least, best = trial.value, trial
@@ -171,8 +171,8 @@ def bounded_path(
         problem = Problem(objective, size, rng=np.random.default_rng(seed))
         search = BoundedSearch(problem if gram is None else replace(problem, objective=gram), bounds)
         fit = search.improved(search.extended(search.fitted(problem.forced) if fit is None else fit))
-        found = _on_data(objective, fit, bounds)
+        fitted = _on_data(objective, fit, bounds)
         if thorough:
-            found = min(found, list(stages(problem, bounds))[-1].fit, key=lambda each: each.value)
-        fits.append(found)
+            fitted = min(fitted, list(stages(problem, bounds))[-1].fit, key=lambda each: each.value)
+        fits.append(fitted)
     return fits

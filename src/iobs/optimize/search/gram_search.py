@@ -6,12 +6,30 @@ On small problems a search by calls from Python spends most of its time between 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 from numba import njit
+from scipy.linalg.lapack import dposv, sposv
 
 from iobs.optimize.objectives.design import Array, Booleans, Indices
-from iobs.optimize.search.gram_kernels import GramProblem, fitted, grown, improved, is_solved, state_at, value_at
-from iobs.optimize.search.kernels import SwapState, swap_until_optimal
+from iobs.optimize.objectives.gram import GramLeastSquares
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.newton import Fit
+from iobs.optimize.search.kernels import (
+    GramProblem,
+    SwapState,
+    fitted,
+    grown,
+    improved,
+    is_solved,
+    state_at,
+    swap_until_optimal,
+    value_at,
+)
 
 _DEPENDENT = 1e-9  # a column's square outside the span of the support, relative to its square, that counts as zero
 _FRESH = 8  # number of rank-one updates after which a state is computed anew
@@ -24,13 +42,13 @@ def _positions(inside: Booleans) -> Indices:
     count = 0
     for j in range(inside.size):
         count += inside[j]
-    found = np.empty(count, dtype=np.int64)
+    positions = np.empty(count, dtype=np.int64)
     count = 0
     for j in range(inside.size):
         if inside[j]:
-            found[count] = j
+            positions[count] = j
             count += 1
-    return found
+    return positions
 
 
 @njit(cache=True, nogil=True)
@@ -45,18 +63,18 @@ def _marked(size: int, support: Indices) -> Booleans:
 @njit(cache=True, nogil=True)
 def _largest(scores: Array, usable: Booleans, count: int) -> Indices:
     """The `count` largest scores among the usable coordinates, largest first; ties to the lower; fewer if none left."""
-    left = usable.copy()
-    found = np.empty(count, dtype=np.int64)
+    open_coordinates = usable.copy()
+    chosen = np.empty(count, dtype=np.int64)
     for number in range(count):
         best = -1
-        for j in range(left.size):
-            if left[j] and (best < 0 or scores[j] > scores[best]):
+        for j in range(open_coordinates.size):
+            if open_coordinates[j] and (best < 0 or scores[j] > scores[best]):
                 best = j
         if best < 0:
-            return found[:number]
-        found[number] = best
-        left[best] = False
-    return found
+            return chosen[:number]
+        chosen[number] = best
+        open_coordinates[best] = False
+    return chosen
 
 
 @njit(cache=True, nogil=True)
@@ -78,12 +96,12 @@ def _slopes(problem: GramProblem, gradient: Array) -> Array:
 
 
 @njit(cache=True, nogil=True)
-def _same(left: Indices, right: Indices) -> bool:
-    if left.size != right.size:
+def _same(first: Indices, second: Indices) -> bool:
+    if first.size != second.size:
         return False
     different = 0
-    for i in range(left.size):
-        different += left[i] != right[i]
+    for i in range(first.size):
+        different += first[i] != second[i]
     return different == 0
 
 
@@ -98,10 +116,10 @@ def _step_length(problem: GramProblem, support: Indices, gradient: Array, k: int
     for a in chosen:
         if outside[a] > 0:
             size += outside[a] * outside[a]
-            left = gradient[a] / problem.scale[a] ** 2
+            slope = gradient[a] / problem.scale[a] ** 2
             for b in chosen:
                 if outside[b] > 0:
-                    curvature += left * problem.hessian[a, b] * gradient[b] / problem.scale[b] ** 2
+                    curvature += slope * problem.hessian[a, b] * gradient[b] / problem.scale[b] ** 2
     return size / curvature if curvature > 0 else 1.0
 
 
@@ -319,3 +337,130 @@ def search(
             break
     _, theta, gradient = fitted(problem, best)
     return value < np.inf, best, theta, value, gradient
+
+
+_LOG = logging.getLogger("iobs")
+_TOLERANCE = 1e-10  # least relative decrease of f by a swap, as in `swaps.Swapper`
+_AGREEMENTS = 6  # stages in a row that must agree on a support
+_SINGLE_FROM = 256  # number of coordinates from which single precision is worth its check
+_ROUGH = 1e-4  # largest residual of a solution in single precision, relative, that is accepted to rank coordinates
+NEWTON_LIMIT = 1024  # most coordinates for which the minimiser without a limit is computed
+
+
+def announce_compilation(kernel: Callable[..., object]) -> bool:
+    """Log that `kernel`, a function of numba, is compiled now; True if neither this process nor the cache has it."""
+    if getattr(kernel, "signatures", [True]):
+        return False
+    folder = Path(getattr(getattr(kernel, "stats", None), "cache_path", None) or ".")
+    new = not any(folder.glob(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}-*.nbi"))
+    if new:
+        _LOG.warning("Compiling the search for this machine. It takes about 10 seconds, once per installation.")
+    return new
+
+
+@cache
+def _announce_once(kernel: Callable[..., object]) -> None:
+    announce_compilation(kernel)  # to list the signatures of a kernel takes as long as a small search
+
+
+def gram_problem(problem: Problem, gram: GramLeastSquares) -> GramProblem:
+    """The arrays of a problem whose whole Gram matrix is known."""
+    assert gram.complete
+    return GramProblem(
+        np.ascontiguousarray(gram.rows),
+        gram.linear,
+        gram.constant,
+        problem.scale,
+        problem.candidates,
+        np.sort(problem.forced).astype(np.int64),
+        _TOLERANCE,
+    )
+
+
+def best_fit(problem: Problem, gram: GramLeastSquares, kicks: int) -> Fit | None:
+    """The best fit of the search; None if some support has no unique refit, or nothing is to be chosen.
+
+    Args:
+        problem: k and the candidates.
+        gram: the Gram form, whole.
+        kicks: largest number of random restarts around the best support.
+    """
+    k = problem.size
+    if not 0 < k < int(problem.candidates.sum()) or problem.damping is not None:
+        return None
+    centre = _minimiser(gram.rows, gram.linear) if gram.dimension <= NEWTON_LIMIT else np.zeros(0)
+    fine, support, values, value, gradient = _search(problem, gram_problem(problem, gram), gram.rank, centre, kicks)
+    theta = np.zeros(gram.dimension)
+    theta[support] = values
+    return Fit(support, theta, value, gradient) if fine else None
+
+
+def model_support(problem: Problem, hessian: Array, fit: Fit, kicks: int) -> Indices | None:
+    """The best support that the search finds for the second-order model of f at a fit; None if H is not definite.
+
+    Args:
+        problem: f, k and the candidates.
+        hessian: H at the fit (d, d).
+        fit: where the model is taken.
+        kicks: largest number of random restarts.
+    """
+    if not 0 < problem.size < int(problem.candidates.sum()):
+        return None
+    linear = hessian @ fit.theta - fit.gradient
+    centre = _minimiser(hessian, linear)
+    diagonal = hessian.diagonal()
+    if not centre.size or not (diagonal > 0).all():
+        return None
+    model = GramProblem(
+        hessian,
+        linear,
+        0.5 * float(linear @ centre),  # the least value of the model becomes zero
+        np.sqrt(diagonal),
+        problem.candidates,
+        np.sort(problem.forced).astype(np.int64),
+        _TOLERANCE,
+    )
+    fine, support, *_ = _search(problem, model, problem.objective.rank, centre, kicks)
+    return np.asarray(support) if fine else None
+
+
+def _search(
+    problem: Problem, gram: GramProblem, rank: int, centre: Array, kicks: int
+) -> tuple[bool, Indices, Array, float, Array]:
+    k = problem.size
+    _announce_once(search)
+    merged = max(1, min(2 * k, rank - k - problem.forced.size - 1))
+    result: tuple[bool, Indices, Array, float, Array] = search(
+        gram, k, merged, np.abs(centre), problem.rng.random((kicks, 2, k)), _AGREEMENTS
+    )
+    return result
+
+
+def _minimiser(hessian: Array, linear: Array) -> Array:
+    """The minimiser without a limit on k, in single precision where this solves the system; empty if not unique."""
+    if linear.size > _SINGLE_FROM:
+        with np.errstate(over="ignore", invalid="ignore"):  # of columns of very different scales
+            _, rough, info = sposv(hessian.astype(np.float32), linear.astype(np.float32), lower=1)
+        solution: Array = rough.astype(np.float64)
+        if info == 0 and np.abs(hessian @ solution - linear).max() <= _ROUGH * np.abs(linear).max():
+            return solution
+    _, solution, info = dposv(hessian, linear, lower=1)
+    return solution if info == 0 and np.isfinite(solution).all() else np.zeros(0)
+
+
+def path_fits(problem: Problem, gram: GramLeastSquares, sizes: Sequence[int]) -> list[Fit] | None:
+    """The fits of a path over ascending k by the Gram matrix; None if some k has no support of independent columns."""
+    counts = [min(size, int(problem.candidates.sum())) for size in sizes]
+    largest = max(counts, default=0)
+    _announce_once(path)
+    done, supports, thetas = path(gram_problem(problem, gram), largest)
+    if done <= largest:
+        return None
+    forced = problem.forced.size
+    fits = []
+    for k in counts:
+        theta: Array = np.zeros(gram.dimension)
+        support = supports[k, : k + forced].copy()
+        theta[support] = thetas[k, : k + forced]
+        fits.append(Fit(support, theta, *gram.value_and_gradient(theta)))
+    return fits

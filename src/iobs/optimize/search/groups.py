@@ -14,8 +14,7 @@ import numpy.typing as npt
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
-from iobs.optimize.refit.fit import Fit, inverse_block, newton_direction
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, inverse_block, newton_direction, refit
 from iobs.optimize.refit.within import Bounds, refit_within
 
 _ENTERING = 6  # number of entering groups that are tried with each of the `_LEAVING` cheapest leaving groups

@@ -21,8 +21,7 @@ import numpy as np
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
-from iobs.optimize.refit.fit import Fit
-from iobs.optimize.refit.newton import on_data, refit
+from iobs.optimize.refit.newton import Fit, on_data, refit
 
 Kind = Literal["strong", "weak"]
 Terms = frozenset[int]
@@ -97,21 +96,21 @@ class Hierarchy:
         inside = np.zeros(self.terms, dtype=np.bool_)
         inside[list(chosen | self.forced)] = True
         d = self.features
-        left, right = self.pairs.T
+        first, second = self.pairs.T
         numbers = np.arange(d, self.terms)
-        missing = 2 - inside[left].astype(np.int64) - inside[right]
+        missing = 2 - inside[first].astype(np.int64) - inside[second]
         free = ~inside[d:]
         open_pairs = numbers[free & (missing == 0 if self.kind == "strong" else missing < 2)]
-        found = {1: np.concatenate([np.flatnonzero(~inside[:d]), open_pairs])[:, None]}
+        offers = {1: np.concatenate([np.flatnonzero(~inside[:d]), open_pairs])[:, None]}
         alone = free & (missing == 2)
         if self.kind == "strong":
-            one = free & (missing == 1)
-            found[2] = np.column_stack([numbers, np.where(inside[left], right, left)])[one]
-            found[3] = np.column_stack([numbers, left, right])[alone]
+            missing_one = free & (missing == 1)
+            offers[2] = np.column_stack([numbers, np.where(inside[first], second, first)])[missing_one]
+            offers[3] = np.column_stack([numbers, first, second])[alone]
         else:
-            either = [np.column_stack([numbers, parent])[alone] for parent in (left, right)]
-            found[2] = np.concatenate(either)
-        return {size: terms for size, terms in found.items() if size <= room and len(terms)}
+            either = [np.column_stack([numbers, parent])[alone] for parent in (first, second)]
+            offers[2] = np.concatenate(either)
+        return {size: terms for size, terms in offers.items() if size <= room and len(terms)}
 
     def count(self, k: int) -> int:
         """The number of supports of exactly k terms, when no term is forced."""
@@ -164,9 +163,9 @@ class _Search:
     def best(self, chosen: Terms, k: int, thorough: bool) -> Terms:
         """The best support of k terms that is found from a smaller one."""
         if k and not self.hierarchy.forced and self.hierarchy.count(k) <= _ENUMERATED:
-            found = self.enumerated(k)
-            if found is not None:
-                return found
+            enumerated = self.enumerated(k)
+            if enumerated is not None:
+                return enumerated
         chosen, fit = self.improved(*self.filled(chosen, self.fitted(chosen), k), k)
         nothing: Terms = frozenset()
         empty = self.fitted(nothing)
@@ -208,10 +207,10 @@ class _Search:
     def filled(self, chosen: Terms, fit: Fit, k: int) -> tuple[Terms, Fit]:
         """Add the terms that lower f most for each term added, up to k."""
         while len(chosen) < k:
-            found = self._addition(chosen, fit, k - len(chosen))
-            if found is None:
+            addition = self._addition(chosen, fit, k - len(chosen))
+            if addition is None:
                 break
-            chosen, fit = found
+            chosen, fit = addition
         return chosen, fit
 
     def _addition(self, chosen: Terms, fit: Fit, room: int) -> tuple[Terms, Fit] | None:
@@ -228,12 +227,12 @@ class _Search:
         """The `count` additions of each size whose single steps promise most, best first."""
         gain = fit.gradient**2 / np.maximum(self.objective.hessian_diagonal(fit.theta), 1e-300)
         gain[self.objective.constant_coordinates()] = -np.inf
-        found: dict[int, list[Terms]] = {}
+        promising: dict[int, list[Terms]] = {}
         for size, offers in self.hierarchy.additions(chosen, room).items():
             scores = gain[offers].sum(axis=1)
             order = np.argsort(-scores, kind="stable")[:count]
-            found[size] = [frozenset(offers[number].tolist()) for number in order if np.isfinite(scores[number])]
-        return found
+            promising[size] = [frozenset(offers[number].tolist()) for number in order if np.isfinite(scores[number])]
+        return promising
 
     def improved(self, chosen: Terms, fit: Fit, k: int) -> tuple[Terms, Fit]:
         """Remove one or two terms and fill up again, while that lowers f."""

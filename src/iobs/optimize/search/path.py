@@ -15,14 +15,11 @@ from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
-from iobs.optimize.objectives.multi_response import MultiResponse
-from iobs.optimize.objectives.multinomial import Multinomial
-from iobs.optimize.objectives.tabled import Tabled
+from iobs.optimize.objectives.tabled import Multinomial, MultiResponse, Tabled
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit, inverse_block
-from iobs.optimize.refit.newton import on_data, refit
+from iobs.optimize.refit.newton import Fit, inverse_block, on_data, refit
 from iobs.optimize.refit.within import Bounds
-from iobs.optimize.search import auto, compiled
+from iobs.optimize.search import auto, gram_search
 from iobs.optimize.search.bounded import bounded_path
 from iobs.optimize.search.groups import CoordinateGroups, group_path
 from iobs.optimize.search.hierarchy import Hierarchy, hierarchical_path
@@ -51,9 +48,9 @@ def path(
     searched = by_gram(objective) or objective
     if isinstance(searched, GramLeastSquares) and searched.complete and not thorough:
         problem = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
-        found = compiled.path_fits(problem, searched, sizes)
-        if found is not None:
-            return [on_data(objective, fit) for fit in found] if exact else found
+        compiled = gram_search.path_fits(problem, searched, sizes)
+        if compiled is not None:
+            return [on_data(objective, fit) for fit in compiled] if exact else compiled
     fits: list[Fit] = []
     fit: Fit | None = None
     gram = None

@@ -11,9 +11,7 @@ from scipy.linalg.lapack import dposv
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit
-from iobs.optimize.refit.newton import refit, refitted
-from iobs.optimize.refit.quasi_newton import refit_exactly, refit_loosely
+from iobs.optimize.refit.newton import Fit, refit, refit_exactly, refit_loosely, refitted
 
 _PURSUIT_STEPS, _MERGING_STEPS = 12, 20  # most supports of each pursuit
 _PASSING_STEPS = 250  # most iterations of message passing, 2 n d multiplications each

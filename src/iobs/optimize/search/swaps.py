@@ -16,8 +16,7 @@ import numpy as np
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GRAM_LIMIT, GramLeastSquares
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.fit import Fit, inverse_block
-from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.newton import Fit, inverse_block, refit
 from iobs.optimize.search import kernels
 from iobs.optimize.search.kernels import SwapState
 from iobs.optimize.search.pursuits import solved as vanishes
@@ -131,8 +130,8 @@ class Swapper:
             return np.arange(self.problem.dimension)
         outside = self.problem.candidates.copy()
         outside[fit.support] = False
-        wanted = max(30, 2 * fit.support.size) if self.problem.expensive_columns else max(100, 3 * fit.support.size)
-        count = min(int(outside.sum()), wanted)
+        width = max(30, 2 * fit.support.size) if self.problem.expensive_columns else max(100, 3 * fit.support.size)
+        count = min(int(outside.sum()), width)
         score = np.where(outside, np.abs(fit.gradient) / self.problem.scale, -1.0)
         best = np.argpartition(-score, count - 1)[:count] if count else np.zeros(0, np.int64)
         return np.sort(np.concatenate([fit.support, best])).astype(np.int64)

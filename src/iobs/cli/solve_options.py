@@ -1,0 +1,232 @@
+"""Options of `iobs solve`: the columns of the table, bounds on coefficients, the selection, proofs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from iobs.data.tables import Table
+    from iobs.optimize.objectives.design import Array
+    from iobs.optimize.refit.within import Bounds
+
+
+def _option(text: str, *flags: str, **settings: Any) -> Any:
+    """An option without a shown default."""
+    return typer.Option(*flags, help=text, show_default=False, **settings)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Options that say what the columns of the table are."""
+
+    target: Annotated[str, typer.Option(help="The column to be explained.")] = "y"
+    drop: Annotated[list[str] | None, _option("A column to leave out; repeatable.")] = None
+    force: Annotated[list[str] | None, _option("A column that is always used and not counted; repeatable.")] = None
+    category: Annotated[list[str] | None, _option("A column of numbers that are names of categories; repeatable.")] = (
+        None
+    )
+    missing: Annotated[
+        str,
+        typer.Option(
+            help="Missing values: error, drop (their rows) or mean (of the column, with a column that marks them)."
+        ),
+    ] = "error"
+    weight: Annotated[str | None, _option("A column of sample weights; whole numbers count rows.")] = None
+    offset: Annotated[str | None, _option("A column that is added to the linear predictor with coefficient 1.")] = None
+    exposure: Annotated[str | None, _option("A column of exposures, such as years; its logarithm is the offset.")] = (
+        None
+    )
+    status: Annotated[
+        str | None,
+        _option(
+            "For cox: the column with 1 where the event happened at the target's time, 0 where it was censored.",
+            "--status",
+            "--event",
+        ),
+    ] = None
+    whole_categories: Annotated[
+        bool,
+        typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
+    ] = False
+    interactions: Annotated[
+        str | None,
+        _option("Products of two columns may enter too: strong (only with both columns) or weak (with one of them)."),
+    ] = None
+
+    @property
+    def aside(self) -> list[str]:
+        """The columns that are not in the design."""
+        return [name for name in (self.weight, self.offset, self.exposure, self.status) if name is not None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Options that bound the coefficients."""
+
+    lower: Annotated[
+        list[str] | None,
+        _option("Least coefficient of a column, or of all columns; at most 0; repeatable.", metavar="[COLUMN=]NUMBER"),
+    ] = None
+    upper: Annotated[
+        list[str] | None,
+        _option(
+            "Largest coefficient of a column, or of all columns; at least 0; repeatable.", metavar="[COLUMN=]NUMBER"
+        ),
+    ] = None
+    non_negative: Annotated[
+        bool, typer.Option("--non-negative", help="No coefficient below 0; the same as --lower 0.")
+    ] = False
+
+    def __bool__(self) -> bool:
+        return bool(self.lower or self.upper or self.non_negative)
+
+    def bounds(self, table: Table) -> Bounds | None:
+        """The bounds of the columns of the design; None without any.
+
+        Raises:
+            DataError: unknown columns, values that are no numbers, bounds that exclude zero; all are named at once.
+        """
+        from iobs.errors import DataError
+        from iobs.optimize.refit.within import Bounds
+
+        if not self:
+            return None
+        problems: list[str] = []
+        low = _values(table, ["0"] * self.non_negative + (self.lower or []), "--lower", float("-inf"), problems)
+        high = _values(table, self.upper or [], "--upper", float("inf"), problems)
+        if len(problems) == 1:
+            raise DataError(problems[0])
+        if problems:
+            lines = "".join(f"\n  - {problem}" for problem in problems)
+            raise DataError(f"The bounds have {len(problems)} problems:{lines}")
+        return Bounds.of(low, high, len(table.names))
+
+
+def _values(table: Table, texts: list[str], option: str, free: float, problems: list[str]) -> Array:
+    """The bound of every column of the design (d,); a bound of a column overrules the one of all columns.
+
+    Args:
+        table: the data.
+        texts: the values of the option.
+        option: its name.
+        free: the bound of a column without one.
+        problems: texts that cannot be used are added here.
+    """
+    import numpy as np
+
+    files = [coding.name for coding in table.codings for _ in coding.names]
+    values = np.full(len(table.names), free)
+    for text in sorted(texts, key=lambda text: "=" in text):
+        column, _, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            problems.append(f"{option} needs a number, or COLUMN=NUMBER, got {text!r}.")
+            continue
+        # A category bounds all its levels.
+        chosen = [not column or column in pair for pair in zip(files, table.names, strict=True)]
+        if not any(chosen):
+            problems.append(f"{option} {text}: there is no column {column!r}.")
+        wrong = value > 0 if option == "--lower" else value < 0
+        if wrong or np.isnan(value):
+            sign = "at most 0" if option == "--lower" else "at least 0"
+            problems.append(f"{option} {text}: give a number of {sign}; a column that is not chosen has 0.")
+        values[chosen] = value
+    return values
+
+
+def _gap(text: str | float) -> float:
+    """A relative gap from text: "0.02" or "2%".
+
+    Raises:
+        typer.BadParameter: the text is neither, or the gap is negative or not finite.
+    """
+    from iobs.core.patterns import share
+    from iobs.errors import PatternError
+
+    try:
+        gap = share(str(text))
+    except PatternError:
+        gap = math.nan
+    if not 0 <= gap < math.inf:
+        raise typer.BadParameter(f"give a share such as 0.02 or 2%, got {text}")
+    return gap
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """Options that ask for proofs about the best columns."""
+
+    certify: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
+    ] = None
+    near: Annotated[
+        float | None,
+        _option(
+            "List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with a proof "
+            "that none is missing; squared loss only. The time limit is that of --certify, else 60 s.",
+            metavar="GAP",
+            parser=_gap,
+        ),
+    ] = None
+
+    def __bool__(self) -> bool:
+        return self.certify is not None or self.near is not None
+
+    def check(self, columns: Columns, limits: Limits) -> None:
+        """Refuse numbers that are not finite, and proofs about whole categories or bounded coefficients."""
+        others = {
+            "about --interactions": columns.interactions is not None,
+            "within bounds": bool(limits),
+            "about --whole-categories": columns.whole_categories,
+        }
+        for name, value in others.items():
+            if self and value:
+                raise typer.BadParameter(f"it proves nothing {name}", param_hint="--certify or --near")
+        if self.certify is not None and not self.certify < math.inf:
+            raise typer.BadParameter("give a finite number", param_hint="--certify")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Options that say how columns are chosen."""
+
+    select: Annotated[
+        str,
+        typer.Option(
+            metavar="best|knockoff",
+            help="best: the best k columns. knockoff: columns whose expected share of false ones is at most --fdr.",
+        ),
+    ] = "best"
+    fdr: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Of --select knockoff: limit on that share (default 0.1).", min=0, max=1),
+    ] = None
+
+    def check(self, columns: Columns, limits: Limits, k: str, proofs: Proofs) -> None:
+        """Refuse an unknown choice, and all options that do not go with the knockoff filter, at once."""
+        if self.select not in ("best", "knockoff"):
+            raise typer.BadParameter("give best or knockoff", param_hint="--select")
+        if self.select == "best":
+            if self.fdr is not None:
+                raise typer.BadParameter("it belongs to --select knockoff", param_hint="--fdr")
+            return
+        others = {
+            "-k": k != "ebic",
+            "--force": columns.force,
+            "--weight": columns.weight,
+            "--offset": columns.offset,
+            "--exposure": columns.exposure,
+            "--whole-categories": columns.whole_categories,
+            "--interactions": columns.interactions,
+            "bounds on coefficients": limits,
+            "--certify or --near": proofs,
+        }
+        refused = [name for name, value in others.items() if value]
+        if refused:
+            raise typer.BadParameter(f"knockoff does not go with {', '.join(refused)}", param_hint="--select")
