@@ -223,16 +223,16 @@ def _fitted(solution: Solution) -> JSONObject:
         margin = data.margin(coefficients[0], constants[0])
         survival = baseline(data.y[:, 0], problem.events, data.weights, margin)
     model = Fitted(
-        problem.target,
-        problem.loss,
-        tuple(problem.table.classes),
-        tuple(codings),
-        coefficients[:, kept],
-        constants,
-        problem.offset_name,
-        problem.exposure,
-        survival,
-        places,
+        target=problem.target,
+        loss=problem.loss,
+        classes=tuple(problem.table.classes),
+        codings=tuple(codings),
+        coefficients=coefficients[:, kept],
+        constants=constants,
+        offset=problem.offset_name,
+        exposure=problem.exposure,
+        survival=survival,
+        products=places,
     )
     return model.to_plain()
 

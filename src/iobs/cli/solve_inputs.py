@@ -168,20 +168,20 @@ def read_regression(table: Table, columns: Columns, loss: str, limits: Limits, r
             raise DataError(f"--interactions must be strong or weak, got {columns.interactions!r}.")
     labels = [number for number, coding in enumerate(table.codings) for _ in coding.names]
     return Regression(
-        table,
-        columns.target,
-        loss,
-        ridge,
-        weights,
-        offset,
-        columns.exposure or columns.offset or "",
-        columns.exposure is not None,
-        labels if columns.whole_categories else None,
-        _forced(table, columns.force or []),
-        events,
-        bounds,
-        columns.interactions,
-        table.names if columns.interactions is None else _with_products(table.names),
+        table=table,
+        target=columns.target,
+        loss=loss,
+        ridge=ridge,
+        weights=weights,
+        offset=offset,
+        offset_name=columns.exposure or columns.offset or "",
+        exposure=columns.exposure is not None,
+        labels=labels if columns.whole_categories else None,
+        forced=_forced(table, columns.force or []),
+        events=events,
+        bounds=bounds,
+        interactions=columns.interactions,
+        names=table.names if columns.interactions is None else _with_products(table.names),
     )
 
 
