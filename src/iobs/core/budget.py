@@ -56,9 +56,9 @@ class Budget:
 
     def cost(self, bits: int, keep: int, shape: tuple[int, int]) -> int:
         """Bits of a layer with this choice."""
-        found = stored_bits(self.choice(bits, keep, shape), shape)
-        assert found is not None
-        return found
+        total = stored_bits(self.choice(bits, keep, shape), shape)
+        assert total is not None
+        return total
 
     def __str__(self) -> str:
         return f"{self.bits_per_weight:g} bits a weight"

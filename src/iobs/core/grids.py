@@ -101,23 +101,24 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     table = padded.reshape(rows * groups, width)
     codes = torch.zeros_like(table, dtype=torch.int8)
     scales = torch.ones(len(table), device=weight.device)
-    left = table.any(1).nonzero()[:, 0]
+    remaining = table.any(1).nonzero()[:, 0]
     halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
     for level in range(grid.levels, 0, -1):
         for half in halves:
             for shift in _shifts(half, weight.dtype):
-                if not len(left):
+                if not len(remaining):
                     break
-                own = table[left]
-                wide = torch.promote_types(own.dtype, torch.float32)
-                scale = _shifted((own.abs().amax(1, keepdim=True).to(wide) / level).to(half), shift).to(wide)
-                found = (own.to(wide) / scale).round_()
-                exact = ((found * scale).to(own.dtype) == own).all(1) & (found.abs().amax(1) <= grid.levels)
-                done = left[exact]
-                codes[done], scales[done] = found[exact].to(torch.int8), scale[exact, 0].float()
-                left = left[~exact]
-    if len(left):
-        row, group = divmod(int(left[0]), groups)
+                values = table[remaining]
+                wide = torch.promote_types(values.dtype, torch.float32)
+                scale = _shifted((values.abs().amax(1, keepdim=True).to(wide) / level).to(half), shift).to(wide)
+                quotients = (values.to(wide) / scale).round_()
+                exact = ((quotients * scale).to(values.dtype) == values).all(1)
+                exact &= quotients.abs().amax(1) <= grid.levels
+                done = remaining[exact]
+                codes[done], scales[done] = quotients[exact].to(torch.int8), scale[exact, 0].float()
+                remaining = remaining[~exact]
+    if len(remaining):
+        row, group = divmod(int(remaining[0]), groups)
         first, last = group * grid.group, min((group + 1) * grid.group, columns) - 1
         raise PatternError(f"The weights of row {row}, columns {first} to {last}, are not on the grid {grid}.")
     return codes.reshape(rows, -1)[:, :columns].contiguous(), scales.reshape(rows, groups)
@@ -126,7 +127,7 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 def _narrowed(weight: Tensor) -> Tensor:
     """The weights in the dtype of the fewest significant bits that holds them."""
     narrow = (weight.to(half) for half in (torch.bfloat16, torch.float16) if weight.dtype.itemsize > 2)
-    return next((one for one in narrow if torch.equal(one.to(weight.dtype), weight)), weight)
+    return next((candidate for candidate in narrow if torch.equal(candidate.to(weight.dtype), weight)), weight)
 
 
 def _shifts(half: torch.dtype, dtype: torch.dtype) -> list[int]:

@@ -63,16 +63,16 @@ def _settings() -> list[_Setting]:
     The first two exist in every version, and write the newer ones. All are kept in agreement, since torch refuses to
     read an old setting that contradicts a newer one.
     """
-    found: list[_Setting] = [
+    settings: list[_Setting] = [
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
         _attribute(torch.backends.cudnn, "allow_tf32", False),
     ]
     if hasattr(torch.backends, "fp32_precision"):
-        found += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
+        settings += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 warns once that it has newer settings
-        _values(found)
-    return found
+        _values(settings)
+    return settings
 
 
 def _attribute(owner: object, name: str, full: object) -> _Setting:
@@ -85,19 +85,19 @@ def _read() -> list[object]:
 
 
 def _values(settings: Sequence[_Setting]) -> list[object]:
-    found: list[object] = []
+    values: list[object] = []
     for read, _, _ in settings:
         try:
-            found.append(read())
+            values.append(read())
         except RuntimeError:  # the user has changed the newer settings alone
-            found.append(None)
-    return found
+            values.append(None)
+    return values
 
 
 def _write(values: Sequence[object], before: Sequence[object]) -> None:
     """Write the settings that could be read before."""
-    for (_, write, _), value, known in zip(_settings(), values, before, strict=True):
-        if known is not None and value is not None:
+    for (_, write, _), value, previous in zip(_settings(), values, before, strict=True):
+        if previous is not None and value is not None:
             write(value)
 
 

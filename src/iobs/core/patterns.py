@@ -94,8 +94,8 @@ class NM:
 
     def __post_init__(self) -> None:
         if not is_a(Integral, self.keep, self.of) or not 0 < self.keep <= self.of:
-            given = f"keep={self.keep!r} of={self.of!r}"
-            raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
+            shown = f"keep={self.keep!r} of={self.of!r}"
+            raise PatternError(f"N:M needs whole 0 < keep <= of, got {shown}; 2:4 is NM(keep=2, of=4).")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for every `of` neighbouring columns of each row."""
@@ -200,7 +200,7 @@ class SparseGrid:
 
 
 def require_pattern(pattern: object) -> None:
-    """Check that an object is a pattern, not a number or a string.
+    """Raise unless an object is a pattern: a number or a string is none.
 
     Raises:
         PatternError: the object has no `groups` method.

@@ -98,7 +98,7 @@ class Quadratic:
     def _check(self) -> None:
         if self._linear is None and not (self.centred and self.anchor is not None):
             raise ProblemError("A quadratic needs its linear term, unless it is centred at a given anchor.")
-        rows = self._given
+        rows = self._defining_rows
         if rows.ndim != 2 or self.hessian.shape != (rows.shape[1], rows.shape[1]):
             raise ProblemError(
                 f"A quadratic needs a (d, d) Hessian and a (rows, d) linear term, got {tuple(self.hessian.shape)} "
@@ -119,11 +119,11 @@ class Quadratic:
                     )
 
     @property
-    def _given(self) -> Tensor:
+    def _defining_rows(self) -> Tensor:
         """Tensor (rows, d) that the problem was made from: the linear term or the centre."""
-        given = self.anchor if self._linear is None else self._linear
-        assert given is not None
-        return given
+        rows = self.anchor if self._linear is None else self._linear
+        assert rows is not None
+        return rows
 
     def _with(self, hessian: Tensor | HessianOperator, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
         """Make a problem from changed tensors without checking them; a changed Hessian gets a new cache of factors."""
@@ -177,12 +177,12 @@ class Quadratic:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self._given.dtype
+        return self._defining_rows.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self._given.device
+        return self._defining_rows.device
 
     @classmethod
     def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
@@ -206,7 +206,7 @@ class Quadratic:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the weight matrix, (rows, d)."""
-        return self._given.shape[0], self._given.shape[1]
+        return self._defining_rows.shape[0], self._defining_rows.shape[1]
 
     def loss(self, weight: Tensor) -> Tensor:
         """q of every row, (rows,) in float64 for a problem of any dtype."""
@@ -336,19 +336,19 @@ def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 def _substituted(rows: Tensor, factor: Tensor) -> Tensor:
     """Rows B (L L^T)^-1 for a factor L; `cholesky_solve` would copy the factor."""
     forward: Tensor = torch.linalg.solve_triangular(factor, rows.T, upper=False)
-    found: Tensor = torch.linalg.solve_triangular(factor.T, forward, upper=True)
-    return found.T
+    solved: Tensor = torch.linalg.solve_triangular(factor.T, forward, upper=True)
+    return solved.T
 
 
 def _require_tensors(hessian: object, **rows: object) -> None:
-    found = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
-    found |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
-    for name, value in found.items():
+    wrong = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
+    wrong |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
+    for name, value in wrong.items():
         raise ProblemError(f"The {name} must be a torch tensor, got {type(value).__name__}; torch.as_tensor makes one.")
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Check that all entries are finite; a finite sum proves it without a second pass."""
+    """True if all entries are finite; a finite sum proves it without a second pass."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 

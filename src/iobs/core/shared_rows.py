@@ -39,7 +39,7 @@ class RowsOf:
 
     def most(self, value: float) -> float:
         """The largest of the values that the processes give."""
-        found = torch.zeros(self.peers.size, dtype=torch.float64)
-        found[self.peers.rank] = value
-        self.peers.sum(found)
-        return float(found.max())
+        values = torch.zeros(self.peers.size, dtype=torch.float64)
+        values[self.peers.rank] = value
+        self.peers.sum(values)
+        return float(values.max())

@@ -11,7 +11,7 @@ _HALF = 16  # bits of each of the two digits of a float32
 
 
 def is_spanning(groups: Partition, entries: int) -> bool:
-    """Check that a group has more entries than are in this process, of which there are `entries`."""
+    """True if a group has more entries than are in this process, of which there are `entries`."""
     return groups.peers is not None and groups.size > entries
 
 

@@ -34,9 +34,9 @@ def smallest_kept_by_bits(table: Tensor, keep: int) -> Tensor:
     limits, numbers = torch.iinfo(whole), exact.view(whole)
     codes = (numbers >> (bits - 1)).bitwise_and_(limits.max).bitwise_xor_(numbers)  # ordered as the scores are
     zero = torch.zeros(len(table), 1, dtype=whole, device=table.device)
-    found = torch.where((codes >= 0).sum(1, keepdim=True) >= keep, zero, zero + limits.min)
+    bound = torch.where((codes >= 0).sum(1, keepdim=True) >= keep, zero, zero + limits.min)
     for place in range(bits - 2, -1, -1):
-        tried = found + (1 << place)
-        found = torch.where((codes >= tried).sum(1, keepdim=True) >= keep, tried, found)
-    value = (found >> (bits - 1)).bitwise_and_(limits.max).bitwise_xor_(found)
+        raised = bound + (1 << place)
+        bound = torch.where((codes >= raised).sum(1, keepdim=True) >= keep, raised, bound)
+    value = (bound >> (bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bound)
     return value.view(exact.dtype).to(table.dtype)

@@ -42,6 +42,8 @@ class Schedule:
     refit: int
 
 
+# "fast" gains 4 % of its error by the start at a penalty of 0.5 and with the multiplier of the centre's projection. The
+# other two have no over-relaxation: it loses on other layers what it gains on ill-conditioned ones.
 SCHEDULES = {
     "fast": Schedule((0.5, 1.0), stages=3, iterations=6, relaxation=1.4, refit=5),
     "default": Schedule((0.25, 2.0), stages=10, iterations=40, relaxation=1.0, refit=6),
@@ -81,8 +83,8 @@ class ADMM:
         if groups.keep in (0, groups.size):
             mask = torch.full(problem.shape, groups.keep > 0, device=problem.device)
             return Solution.of(problem, problem.centre(), mask)
-        found = self._search(problem, groups)
-        return best_of(problem, pattern, candidates(problem, pattern, found, self.budget))
+        solution = self._search(problem, groups)
+        return best_of(problem, pattern, candidates(problem, pattern, solution, self.budget))
 
     def _search(self, problem: Quadratic, groups: Partition) -> Solution:
         schedule = SCHEDULES[self.budget]

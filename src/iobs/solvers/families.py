@@ -66,7 +66,7 @@ BUDGETED = {"admm", "search"}  # solvers with a `budget` option
 
 
 @dataclass(frozen=True)
-class Family:
+class SolverFamily:
     """Solvers of one kind of pattern.
 
     Attributes:
@@ -82,12 +82,12 @@ class Family:
     whole_columns: bool = False
 
 
-ENTRIES = Family(SOLVERS, REFINEMENTS, "admm")
-COLUMN_GROUPS = Family(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
-GRIDS = Family(GRID_SOLVERS, {}, "admm")
+ENTRIES = SolverFamily(SOLVERS, REFINEMENTS, "admm")
+COLUMN_GROUPS = SolverFamily(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
+GRIDS = SolverFamily(GRID_SOLVERS, {}, "admm")
 
 
-def family_of(pattern: Pattern) -> Family:
+def family_of(pattern: Pattern) -> SolverFamily:
     """The family of a pattern.
 
     Raises:
@@ -102,7 +102,7 @@ def family_of(pattern: Pattern) -> Family:
 
 
 def require_fit(pattern: Pattern, shape: tuple[int, int]) -> None:
-    """Check that a pattern fits a matrix of this shape.
+    """Raise unless a pattern fits a matrix of this shape.
 
     Raises:
         PatternError: it does not.

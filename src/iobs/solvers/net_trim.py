@@ -64,10 +64,10 @@ class NetTrim:
             penalty = 0.5 * high if low == 0 else math.sqrt(low * high)
             search.run(penalty, self.iterations)
             scores, chosen = search.scores(), penalty
-            found = int((scores > penalty).sum())
-            if found == count:
+            kept = int((scores > penalty).sum())
+            if kept == count:
                 break
-            low, high = (penalty, high) if found > count else (low, penalty)
+            low, high = (penalty, high) if kept > count else (low, penalty)
         mask = top_mask(scores, pattern)
         if self.refit:
             return Solution.of(problem, solve_weights(problem, mask), mask)
@@ -114,11 +114,11 @@ def within_tolerance(
     while high - low > 1e-3 * accuracy * high and abs(error(weight) - tolerance) > accuracy * tolerance:
         middle = 0.5 * (low + high)
         search.run(middle, iterations, 1e-2 * accuracy)
-        found = search.polished(double, middle)
-        if error(found) > tolerance:
+        candidate = search.polished(double, middle)
+        if error(candidate) > tolerance:
             high = middle
         else:
-            low, weight, penalty = middle, found, middle
+            low, weight, penalty = middle, candidate, middle
     mask = weight != 0
     stats = {"l1": float(weight.abs().sum()), "error": error(weight), "penalty": penalty}
     return Solution.of(problem, weight.to(problem.dtype), mask, **stats)

@@ -10,7 +10,7 @@ from iobs.solvers.protocols import Budget
 
 
 def require_budget(budget: object) -> None:
-    """Check that a budget is "fast", "default" or "best".
+    """Raise unless a budget is "fast", "default" or "best".
 
     Raises:
         ProblemError: any other value.
@@ -20,7 +20,7 @@ def require_budget(budget: object) -> None:
 
 
 def require_whole(name: str, value: int, least: int, advice: str) -> None:
-    """Check that an option is a whole number, not a bool, of at least `least`.
+    """Raise unless an option is a whole number, not a bool, of at least `least`.
 
     Args:
         name: the option's name, for the message.

@@ -40,7 +40,7 @@ def _scale(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_cheap(mask: Tensor) -> bool:
-    """Check that the exact weights on a mask take little time."""
+    """True if the exact weights on a mask take little time."""
     return len(mask) * int(mask.sum(1).max()) ** 3 <= _EXACT_WORK
 
 

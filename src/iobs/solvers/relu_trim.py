@@ -86,16 +86,16 @@ def net_trim(
         raise ProblemError(f"keep must lie between 0 and the {weight.numel()} weights there are, got {keep}.")
     program = _Program(weight.double(), inputs.double())
     if tolerance is not None:
-        found = program.solve(tolerance, accuracy, iterations)
-        return replace(found, weight=found.weight.to(weight.dtype))
+        trimmed = program.solve(tolerance, accuracy, iterations)
+        return replace(trimmed, weight=trimmed.weight.to(weight.dtype))
     assert keep is not None
     low, high = 0.0, program.size
     best = program.solve(0.0 if keep == weight.numel() else high, accuracy, iterations)
     for _ in range(_BISECTIONS if 0 < keep < weight.numel() else 0):
         middle = 0.5 * (low + high)
-        found = program.solve(middle, accuracy, iterations)
-        if found.nonzeros <= keep:
-            high, best = middle, found
+        trimmed = program.solve(middle, accuracy, iterations)
+        if trimmed.nonzeros <= keep:
+            high, best = middle, trimmed
         else:
             low = middle
     return replace(best, weight=best.weight.to(weight.dtype))
@@ -154,11 +154,11 @@ class _Program:
 
     def _project(self, image: Tensor, radius: float) -> Tensor:
         """Nearest outputs in the set: a ball about Y where Y is positive, not positive elsewhere."""
-        wanted = self.outputs / self.unit
-        change = (image - wanted).masked_fill(~self.active, 0)
+        centre = self.outputs / self.unit
+        change = (image - centre).masked_fill(~self.active, 0)
         length = float(change.norm())
         change *= min(1.0, radius / length) if length > 0 else 0.0
-        return torch.where(self.active, wanted + change, image.clamp_max(0))
+        return torch.where(self.active, centre + change, image.clamp_max(0))
 
 
 def _norm(first: Tensor, second: Tensor) -> float:

@@ -61,10 +61,10 @@ class ScreenedSwap:
             rows.weight = improve_weights(hessian, linear, rows.mask, rows.weight.mul_(rows.mask), _REFIT)
             moved = (rows.mask != before).any(1)
         stats = {**solution.stats, "swaps": int(rows.swaps.sum()), "exchanges": exchanges}
-        found = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
-        if float(found.loss.sum()) > float(solution.loss.sum()):
+        refined = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
+        if float(refined.loss.sum()) > float(solution.loss.sum()):
             return replace(solution, stats=stats)
-        return found
+        return refined
 
 
 def _exchange(rows: Rows) -> int:

@@ -45,12 +45,12 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
     weight, error = torch.empty_like(centre), torch.zeros_like(centre)
     diagonal = upper.diagonal()
     for first in range(0, centre.shape[1], block):
-        own = slice(first, min(first + block, centre.shape[1]))
-        carried = error[:, :first] @ upper[:first, own]
-        identity = torch.eye(own.stop - first, dtype=upper.dtype, device=upper.device)
-        inverse = torch.linalg.solve_triangular(upper[own, own], identity, upper=True)
-        rounding = begin_block(centre[:, own] - carried @ inverse, own)
-        for j in range(first, own.stop):
+        span = slice(first, min(first + block, centre.shape[1]))
+        carried = error[:, :first] @ upper[:first, span]
+        identity = torch.eye(span.stop - first, dtype=upper.dtype, device=upper.device)
+        inverse = torch.linalg.solve_triangular(upper[span, span], identity, upper=True)
+        rounding = begin_block(centre[:, span] - carried @ inverse, span)
+        for j in range(first, span.stop):
             pushed = carried[:, j - first] + error[:, first:j] @ upper[first:j, j]
             weight[:, j] = rounding(centre[:, j] - pushed / diagonal[j], j - first)
             error[:, j] = weight[:, j] - centre[:, j]
@@ -58,7 +58,7 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
 
 
 def is_affordable(mask: Tensor) -> bool:
-    """Check that rounding with feedback through the support of each row takes little time."""
+    """True if rounding with feedback through the support of each row takes little time."""
     return bool(mask.all()) or float(mask.sum(1).double().pow(3).sum()) <= _AFFORDABLE
 
 
@@ -87,14 +87,14 @@ def round_with_feedback(
     centre, steps = problem.centre()[:, order].contiguous(), spread[:, order].contiguous()
     upper = linalg.upper_factor(problem.matrix[order][:, order])
     if rows * columns * columns * paths <= _AFFORDABLE_PATHS:
-        found = round_along_paths(Lattice(centre, upper.T.contiguous()[None], steps, mask.sum(1), levels), paths)
+        weight = round_along_paths(Lattice(centre, upper.T.contiguous()[None], steps, mask.sum(1), levels), paths)
     else:
 
-        def begin_block(_: Tensor, own: slice) -> Rounding:
-            return lambda values, j: rounded(values, steps[:, own.start + j], levels)
+        def begin_block(_: Tensor, span: slice) -> Rounding:
+            return lambda values, j: rounded(values, steps[:, span.start + j], levels)
 
-        found = feed_back(centre, upper, begin_block, BLOCK)
-    return torch.empty_like(found).index_copy_(1, order, found)
+        weight = feed_back(centre, upper, begin_block, BLOCK)
+    return torch.empty_like(weight).index_copy_(1, order, weight)
 
 
 def _round_on_supports(
@@ -117,8 +117,8 @@ def _round_on_supports(
         right = (linear[rows].gather(1, index) * real)[:, :, None]
         half = torch.linalg.solve_triangular(upper, right, upper=True)
         centre = torch.linalg.solve_triangular(lower, half, upper=False)[:, :, 0].contiguous()
-        found = round_along_paths(Lattice(centre, lower, spread[rows].gather(1, index), counts[rows], levels), paths)
-        weight[rows] = torch.zeros_like(weight[rows]).scatter_(1, index, found.to(weight.dtype))
+        points = round_along_paths(Lattice(centre, lower, spread[rows].gather(1, index), counts[rows], levels), paths)
+        weight[rows] = torch.zeros_like(weight[rows]).scatter_(1, index, points.to(weight.dtype))
     return weight
 
 

@@ -24,21 +24,21 @@ class QuickGrid:
         sparse, grid = parts(pattern)
         groups = sparse.groups(problem.shape)
         if groups.keep == groups.size:
-            found = GPTQ()(problem, grid)
-            scales = found.stats["scales"].to(working_dtype(problem))
+            start = GPTQ()(problem, grid)
+            scales = start.stats["scales"].to(working_dtype(problem))
         else:
-            found = ADMM("fast")(problem, sparse)
+            start = ADMM("fast")(problem, sparse)
             scales = search_scales(
-                found.weight.to(working_dtype(problem)),
-                found.mask,
+                start.weight.to(working_dtype(problem)),
+                start.mask,
                 problem.operator.diagonal().to(working_dtype(problem)),
                 grid,
                 problem.dtype,
             )
         wide = problem.to(working_dtype(problem))
-        weight = found.weight.to(wide.dtype)
-        weight = (rounded(weight, over_columns(scales, grid, problem.shape[1]), grid.levels) * found.mask).contiguous()
-        mask = found.mask.clone().contiguous()
+        weight = start.weight.to(wide.dtype)
+        weight = (rounded(weight, over_columns(scales, grid, problem.shape[1]), grid.levels) * start.mask).contiguous()
+        mask = start.mask.clone().contiguous()
         gradient, hessian = wide.gradient(weight).contiguous(), wide.matrix.contiguous()
         descend_values(GridRows(weight, gradient, mask, scales.contiguous(), hessian, grid.group, grid.levels), _SWEEPS)
         return on_grid(problem, codes_of(weight, scales, grid), scales, mask, grid)

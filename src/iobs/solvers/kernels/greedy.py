@@ -41,9 +41,9 @@ def greedy_removals(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quo
 def _numba(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quota: int, order: Tensor, cost: Tensor) -> None:
     from iobs.solvers.kernels import greedy_numba
 
-    matrix, rows, wanted = inverse.numpy(), centre.numpy(), steps.numpy()
-    found, price, greedy = order.numpy(), cost.numpy(), greedy_numba.greedy
-    over_rows(lambda start, stop: greedy(start, stop, matrix, rows, wanted, found, price, of, quota), len(rows))
+    matrix, rows, counts = inverse.numpy(), centre.numpy(), steps.numpy()
+    sequence, price, greedy = order.numpy(), cost.numpy(), greedy_numba.greedy
+    over_rows(lambda start, stop: greedy(start, stop, matrix, rows, counts, sequence, price, of, quota), len(rows))
 
 
 def _torch(inverse: Tensor, centre: Tensor, steps: Tensor, of: int, quota: int, order: Tensor, cost: Tensor) -> None:

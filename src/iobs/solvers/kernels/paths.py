@@ -53,11 +53,11 @@ def round_torch(lattice: Lattice, paths: int) -> Tensor:
     error = centre.new_zeros(rows, 1, n)
     cost = centre.new_zeros(rows, 1)
     for j in range(n):
-        own, scale = lower[:, j, j][:, None], scales[:, j][:, None]
-        value = centre[:, j][:, None] - (error[:, :, :j] @ lower[:, j, :j, None])[:, :, 0] / own
+        pivot, scale = lower[:, j, j][:, None], scales[:, j][:, None]
+        value = centre[:, j][:, None] - (error[:, :, :j] @ lower[:, j, :j, None])[:, :, 0] / pivot
         below = (value / scale).floor_().clamp_(-lattice.levels, lattice.levels - 1)
         points = torch.stack([below, below + 1], 2) * scale[:, :, None]
-        costs = cost[:, :, None] + ((points - value[:, :, None]) * own[:, :, None]).square()
+        costs = cost[:, :, None] + ((points - value[:, :, None]) * pivot[:, :, None]).square()
         real = (lattice.counts > j)[:, None]
         # A row that has ended keeps its paths: each has one continuation, without an error.
         ended = torch.stack([cost, torch.full_like(cost, torch.inf)], 2)
@@ -68,18 +68,18 @@ def round_torch(lattice: Lattice, paths: int) -> Tensor:
         new = points.flatten(1).gather(1, kept) - centre[:, j][:, None]
         error[:, :, j] = torch.where(real, new, torch.zeros_like(new))
     best = cost.argmin(1)
-    found = centre + error[torch.arange(rows, device=centre.device), best]
+    values = centre + error[torch.arange(rows, device=centre.device), best]
     real = torch.arange(n, device=centre.device) < lattice.counts[:, None]
-    return torch.where(real, found, torch.zeros_like(found))
+    return torch.where(real, values, torch.zeros_like(values))
 
 
 def round_numba(lattice: Lattice, paths: int) -> Tensor:
     """Numba form of `round_along_paths`, row by row."""
     from iobs.solvers.kernels import paths_numba as kernel
 
-    found = torch.zeros_like(lattice.centre)
-    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts, found
+    result = torch.zeros_like(lattice.centre)
+    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts, result
     arrays = [tensor.numpy() for tensor in tensors]
     loop: Callable[..., None] = kernel.rounded
-    over_rows(lambda start, stop: loop(start, stop, *arrays, lattice.levels, paths), len(found))
-    return found
+    over_rows(lambda start, stop: loop(start, stop, *arrays, lattice.levels, paths), len(result))
+    return result

@@ -12,10 +12,10 @@ _UNSET = -1
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc"})
-def _dot(one: Floats, other: Floats, count: int) -> float:
-    total = one.dtype.type(0)
+def _dot(first: Floats, second: Floats, count: int) -> float:
+    total = first.dtype.type(0)
     for m in range(count):
-        total += one[m] * other[m]
+        total += first[m] * second[m]
     return total  # type: ignore[return-value]
 
 
@@ -27,7 +27,7 @@ def rounded(
     lower: NDArray[np.floating],
     scales: Floats,
     counts: Indices,
-    found: Floats,
+    result: Floats,
     levels: int,
     most: int,
 ) -> None:
@@ -42,14 +42,14 @@ def rounded(
         c, paths = centre[r], 1
         cost[0] = 0
         for j in range(counts[r]):
-            own, scale = factor[j, j], scales[r, j]
+            pivot, scale = factor[j, j], scales[r, j]
             for k in range(paths):
-                value = c[j] - _dot(error[k], factor[j], j) / own
+                value = c[j] - _dot(error[k], factor[j], j) / pivot
                 below = np.floor(value / scale)
                 below = min(max(below, below * 0 - levels), below * 0 + levels - 1)
                 for up in range(2):
                     points[2 * k + up] = (below + up) * scale
-                    distance = (points[2 * k + up] - value) * own
+                    distance = (points[2 * k + up] - value) * pivot
                     costs[2 * k + up] = cost[k] + distance * distance
             count = smallest(costs[: 2 * paths], min(most, 2 * paths), kept)
             _assign(kept, count, slot)
@@ -65,7 +65,7 @@ def rounded(
             if cost[k] < cost[best]:
                 best = k
         for j in range(counts[r]):
-            found[r, j] = c[j] + error[best, j]
+            result[r, j] = c[j] + error[best, j]
 
 
 @njit(nogil=True, cache=True)

@@ -20,13 +20,13 @@ _BUCKETS = 1 << 15
 def move(start: int, stop: int, dense: Floats, target: Floats, mask: Bools, relaxation: float) -> NDArray[np.int32]:
     """Update the target, and count its magnitudes by their leading bits."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
-    one = np.float32(1)
+    unit = np.float32(1)
     shift = np.uint32(_SHIFT)
     histogram = np.zeros((2, _BUCKETS), np.int32)
     for r in range(start, stop):
         row, x, kept = target[r], dense[r], mask[r]
         for j in range(row.size):
-            row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
+            row[j] = a * x[j] + (rest if kept[j] else unit) * row[j]
         bits = row.view(np.uint32)
         for j in range(row.size):
             histogram[j & 1, (bits[j] & _MAGNITUDE) >> shift] += 1
@@ -74,11 +74,11 @@ def restart(
     penalty: float,
 ) -> None:
     """Rescale the multiplier to a new penalty; write the next right-hand side."""
-    up, down, factor, one = np.float32(penalty), np.float32(-penalty), np.float32(shrink), np.float32(1)
+    up, down, factor, unit = np.float32(penalty), np.float32(-penalty), np.float32(shrink), np.float32(1)
     for r in range(start, stop):
         x, row, kept, b = right[r], target[r], mask[r], linear[r]
         for j in range(row.size):
-            row[j] = row[j] * (one if kept[j] else factor)
+            row[j] = row[j] * (unit if kept[j] else factor)
             x[j] = b[j] + (up if kept[j] else down) * row[j]
 
 
@@ -97,12 +97,12 @@ def local(
 ) -> None:
     """Target, projection and next right-hand side in one pass, for groups within rows."""
     a, rest = np.float32(relaxation), np.float32(1 - relaxation)
-    one = np.float32(1)
+    unit = np.float32(1)
     up, down = np.float32(penalty), np.float32(-penalty)
     for r in range(start, stop):
         x, row, kept, b = dense[r], target[r], mask[r], linear[r]
         for j in range(row.size):
-            row[j] = a * x[j] + (rest if kept[j] else one) * row[j]
+            row[j] = a * x[j] + (rest if kept[j] else unit) * row[j]
         if size == 4:
             _rank_fours(row, kept, keep)
         elif size <= 16:

@@ -30,9 +30,9 @@ def largest(values: Tensor, groups: Partition) -> Tensor:
     """
     quick = values.device.type == "cpu" and values.dtype == torch.float32 and groups.count == 1
     if quick and 0 < groups.keep < groups.size and not is_spanning(groups, values.numel()):
-        found = threshold(values.contiguous(), groups.keep)
-        if found.above + found.equal == groups.keep:
-            return values.abs() >= found.value
+        cut = threshold(values.contiguous(), groups.keep)
+        if cut.above + cut.equal == groups.keep:
+            return values.abs() >= cut.value
     return top_mask_of(values.abs(), groups)
 
 
