@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 
 # An option in one word with its value, as in --data=FILE and -oDIR.
 _OPTION = re.compile(r"--[\w-]+=|-\w(?=.)")

@@ -12,7 +12,7 @@ import typer
 
 from iobs.cli import completion, console
 from iobs.cli.completion import listed
-from iobs.core.whole_files import replaced
+from iobs.core.files import replaced
 
 if TYPE_CHECKING:
     from torch import nn

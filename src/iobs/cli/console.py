@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from typer.models import OptionInfo
 
 from iobs.cli import completion
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import IOBSError, UnusableOutputError, first_line, is_out_of_memory
 
 # Width of output to a file or pipe: names are not cut, so they can be searched.

@@ -37,8 +37,7 @@ def prune_low_memory(
     from iobs.cli.offload import show_plan
     from iobs.cli.results import write_card
     from iobs.cli.running import prune_as_asked
-    from iobs.core.files import weight_files
-    from iobs.core.paths import expanded
+    from iobs.core.files import expanded, weight_files
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
     from iobs.models.without_weights import without_weights

@@ -62,8 +62,7 @@ class Wanted:
             typer.BadParameter: --bits beside a pattern that has bits.
             PatternError: the options name no pattern.
         """
-        from iobs.core.budget import Budget
-        from iobs.core.grids import grid_of
+        from iobs.core.grids import Budget, grid_of
         from iobs.core.patterns import Grid, parse
 
         text = self.pattern if self.pattern is not None else self.sparsity

@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.documents import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 
 from iobs.cli import console
-from iobs.core.whole_files import whole_file
+from iobs.core.files import whole_file
 
 if TYPE_CHECKING:
     from iobs.cli.near_optimal import NearOptimal

@@ -1,12 +1,14 @@
-"""Modes of a network and of torch: training or eval mode, and the precision of products in float32."""
+"""Modes for the time of a block of code: training or eval, the precision of float32, and silence of libraries."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, partial
+from io import StringIO
 from operator import attrgetter
 
 import torch
@@ -120,3 +122,30 @@ def _set_modes(module: nn.Module, training: Mapping[nn.Module, bool]) -> None:
     module.training = training.get(module, module.training)
     for child in module.children():
         _set_modes(child, training)
+
+
+# ---- Silence of libraries that report on a standard stream, by warnings and in a log
+
+
+@contextmanager
+def silenced(
+    library: str,
+    level: int = logging.ERROR,
+    redirect: type[redirect_stdout[StringIO]] | type[redirect_stderr[StringIO]] = redirect_stdout,
+) -> Iterator[None]:
+    """Context without the progress and the warnings of a library; its errors are raised.
+
+    Args:
+        library: name of its logger.
+        level: least level that it still logs.
+        redirect: of the standard stream that it writes to.
+    """
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings(), redirect(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -9,17 +9,43 @@ singular H.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from iobs.core.factors import Factors
 from iobs.core.linalg import double_cholesky
 from iobs.errors import NonFiniteError, ProblemError
+
+# ---- Cache of the factorisations of one Hessian
+# Problems with one Hessian share it: the q, k and v layers of attention, or one layer at several sparsities.
+
+Value = TypeVar("Value")
+
+
+class Factors:
+    """Cache of values computed from one Hessian, by name.
+
+    Args:
+        keep: store computed values. False for a single problem: it needs each value once, and storing costs memory.
+    """
+
+    def __init__(self, keep: bool = False) -> None:
+        self.keep = keep
+        self._values: dict[Hashable, object] = {}
+
+    def get(self, name: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return the stored value of `name`, or compute it. The caller must not change the value in place."""
+        if name in self._values:
+            return cast(Value, self._values[name])
+        value = compute()
+        if self.keep:
+            self._values[name] = value
+        return value
+
 
 _LARGE = 2048  # columns from which memory decides how a centre is computed
 _ROWS = 512  # rows of one part of it
@@ -361,3 +387,53 @@ def _double_product(rows: Tensor, hessian: Tensor | HessianOperator, dtype: torc
     if isinstance(hessian, Tensor):
         return rows @ hessian.double()
     return hessian.matmul(rows.to(dtype)).double()
+
+
+# ---- Bias of every row as a free variable, eliminated from a quadratic
+
+
+@dataclass(frozen=True)
+class FreeBias:
+    """Bias that is chosen together with the weights, at no cost for its size: one more column that is always kept.
+
+    For fixed weights V the best bias is `output - V mean`. Inserting it gives a quadratic in V alone, with the Hessian
+    H - samples mean mean^T and the linear term B - samples output mean^T.
+
+    Attributes:
+        mean: (d,), mean of the inputs.
+        output: (rows,), mean of the outputs that the linear term was computed from. For a layer that matches itself
+            it is W mean, plus the layer's own bias if the new bias is to replace it.
+        samples: factor of the Hessian relative to the mean of x x^T: 1 for a mean, n for a sum over n samples.
+    """
+
+    mean: Tensor
+    output: Tensor
+    samples: float = 1.0
+
+    def eliminated(self, problem: Quadratic) -> Quadratic:
+        """The quadratic in the weights alone; its loss differs from the loss with the best bias by a constant.
+
+        Raises:
+            ProblemError: the shapes do not fit the problem.
+        """
+        rows, columns = problem.shape
+        if self.mean.shape != (columns,) or self.output.shape != (rows,):
+            raise ProblemError(
+                f"A free bias of a {rows} x {columns} problem needs means of shape ({columns},) and ({rows},), "
+                f"got {tuple(self.mean.shape)} and {tuple(self.output.shape)}."
+            )
+        mean, output = self.mean.to(problem.dtype), self.output.to(problem.dtype)
+        hessian = problem.matrix - self.samples * mean.outer(mean)
+        diagonal = hessian.diagonal()
+        # A constant input varies only by rounding: its column is dead, the bias takes its part.
+        constant = diagonal <= 16 * problem.matrix.diagonal() * torch.finfo(problem.dtype).eps
+        hessian[constant] = 0
+        hessian[:, constant] = 0
+        if problem.centred:
+            return Quadratic.at(problem.centre(), hessian)
+        linear = problem.linear - self.samples * output.outer(mean)
+        return Quadratic(hessian, linear.masked_fill(constant, 0), problem.anchor)
+
+    def best(self, weight: Tensor) -> Tensor:
+        """The best bias of each row for the given weights (rows, d), (rows,) in their dtype."""
+        return self.output.to(weight.dtype) - weight @ self.mean.to(weight.dtype)

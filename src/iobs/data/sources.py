@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.data.documents import CORPORA, PIECE, Part, corpus_documents, read_documents
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images
 from iobs.data.normalisation import statistics_of, transform_of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from iobs.core.paths import expanded
-from iobs.core.quiet import silenced
+from iobs.core.files import expanded
+from iobs.core.modes import silenced
 from iobs.errors import ModelError
 from iobs.exports.record import Export, Written
 from iobs.exports.requirements import needed

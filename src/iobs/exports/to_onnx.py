@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.core.modes import in_eval_mode
-from iobs.core.quiet import silenced
+from iobs.core.modes import in_eval_mode, silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of
 from iobs.exports.record import Written

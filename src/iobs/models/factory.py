@@ -15,8 +15,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import nn
 
-from iobs.core.files import packed_hint
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, packed_hint
 from iobs.errors import ModelError
 from iobs.models.halves import stored_as_half
 from iobs.models.loaded import LoadedModel, Task

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.checkpoint import locked
 from iobs.pruning.runtime.ranks import current

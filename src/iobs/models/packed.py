@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from iobs.core.files import weight_files
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, weight_files
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.companions import copy_companions

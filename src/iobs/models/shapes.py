@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.models.huggingface import context_of
 from iobs.models.skeleton import skeleton
 from iobs.models.streamed import blocks_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
 from iobs.models.halves import native

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import ModelError, first_line
 from iobs.models.huggingface import check_directory, context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.factors import Factors
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
-from iobs.core.quadratic import Quadratic, Solution
+from iobs.core.quadratic import Factors, Quadratic, Solution
 from iobs.solvers.best_of import best_of, candidates
 from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.inverse import shifted_inverse

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from iobs.core.budget import Budget
 from iobs.core.column_groups import Groups
+from iobs.core.grids import Budget
 from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
 from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from iobs.core.modes import full_precision
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, RowsOf
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.core.shared_rows import RowsOf
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
 from iobs.solvers.families import (
     BUDGETED,

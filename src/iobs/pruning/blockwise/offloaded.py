@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.blockwise.spill import Place, Storage, require_place

@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 
 from torch import Tensor
 
-from iobs.core.budget import BITS, Budget
-from iobs.core.grids import on_grid_of
+from iobs.core.grids import BITS, Budget, on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.core.structured import Structured

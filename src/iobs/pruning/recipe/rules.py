@@ -7,7 +7,7 @@ import re
 from copy import copy
 from dataclasses import dataclass
 
-from iobs.core.budget import Budget
+from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.errors import PatternError, ProblemError
 from iobs.solvers import Solver, require_known_solver

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from iobs.core.budget import Budget
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
+from iobs.core.grids import Budget
 from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.allocation import Allocation

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.core.partition import Partition
+from iobs.core.partition import Partition, is_spanning
 from iobs.core.patterns import top_mask_of
-from iobs.core.spanning import is_spanning
 
 
 @dataclass(frozen=True)
