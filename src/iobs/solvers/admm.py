@@ -13,13 +13,10 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Factors, Quadratic, Solution
 from iobs.solvers.best_of import best_of, candidates
-from iobs.solvers.kernels.conjugate import improve_weights
-from iobs.solvers.kernels.inverse import shifted_inverse
-from iobs.solvers.kernels.project import project, restart
-from iobs.solvers.kernels.select import largest
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget
-from iobs.solvers.refit_weights import is_cheap, scaled
+from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
+from iobs.solvers.kernels.project import largest, project, restart
+from iobs.solvers.protocols import Budget, require_budget
+from iobs.solvers.refit import is_cheap, scaled
 
 
 @dataclass(frozen=True)

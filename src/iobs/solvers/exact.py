@@ -17,7 +17,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -19,14 +19,13 @@ from iobs.solvers.grouped.removal import Osscar, Removal
 from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
 from iobs.solvers.grouped.search import GroupSearch
 from iobs.solvers.lobs import LOBS
-from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.magnitude import Magnitude, Wanda
 from iobs.solvers.net_trim import NetTrim
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Refinement, Solver
 from iobs.solvers.refit import Refit
 from iobs.solvers.sparsegpt import SparseGPT
 from iobs.solvers.swap import Swap
-from iobs.solvers.wanda import Wanda
 
 Solvers = Mapping[str, Callable[..., Solver]]
 Refinements = Mapping[str, Callable[..., Refinement]]

@@ -26,8 +26,7 @@ from iobs.solvers.families import (
     family_of,
     require_fit,
 )
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget, Refinement, Solver
+from iobs.solvers.protocols import Budget, Refinement, Solver, require_budget
 
 _RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
 _FIRST_DAMPING = 1e-6  # least damping after a failure

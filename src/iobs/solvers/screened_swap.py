@@ -12,8 +12,8 @@ from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.screen import Rows, swap_rows
-from iobs.solvers.options import require_whole
-from iobs.solvers.refit_weights import scaled
+from iobs.solvers.protocols import require_whole
+from iobs.solvers.refit import scaled
 from iobs.solvers.swap import exchange_pairs
 
 _REFIT = 5  # conjugate gradient steps after each pass, for rows that exchanged an entry with another row

@@ -12,7 +12,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
 

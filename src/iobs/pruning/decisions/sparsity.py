@@ -25,7 +25,7 @@ from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples.batches import positions
 from iobs.pruning.workspace import Decisions, Workspace
 from iobs.solvers.admm import ADMM
-from iobs.solvers.gridded.quick import QuickGrid
+from iobs.solvers.gridded.search import QuickGrid
 
 _DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
 

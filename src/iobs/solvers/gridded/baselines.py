@@ -16,9 +16,9 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 from iobs.solvers.gridded.feedback import BLOCK, Rounding, feed_back
 from iobs.solvers.gridded.lattice import on_grid, parts, rounded, search_scales, working_dtype
-from iobs.solvers.kernels.select import largest
-from iobs.solvers.options import require_whole
-from iobs.solvers.wanda import Wanda
+from iobs.solvers.kernels.project import largest
+from iobs.solvers.magnitude import Wanda
+from iobs.solvers.protocols import require_whole
 
 
 @dataclass(frozen=True)

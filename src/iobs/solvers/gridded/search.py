@@ -11,12 +11,11 @@ from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
-from iobs.solvers.gridded.baselines import codes_of
+from iobs.solvers.gridded.baselines import GPTQ, codes_of
 from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
 from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget
+from iobs.solvers.protocols import Budget, require_budget
 
 _SWEEPS = 30  # of the values in a round; they end once nothing changes
 _CANDIDATES = 48  # entries, or steps, that moves of two entries compare
@@ -196,3 +195,39 @@ class _GridState:
 def _error(weight: Tensor, centre: Tensor, gradient: Tensor) -> Tensor:
     """(v - c) H (v - c)^T / 2 of every row, from the gradient (v - c) H."""
     return 0.5 * ((weight - centre) * gradient).sum(1)
+
+
+# ---- Quick weights on a grid, for error curves of many sparsities and bits
+
+_QUICK_SWEEPS = 10
+
+
+@dataclass(frozen=True)
+class QuickGrid:
+    """Entries and weights of a short ADMM (GPTQ if all entries stay), rounding, then coordinate descent over values."""
+
+    def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
+        """Weights on the grid with the exact counts of the pattern."""
+        sparse, grid = parts(pattern)
+        groups = sparse.groups(problem.shape)
+        if groups.keep == groups.size:
+            start = GPTQ()(problem, grid)
+            scales = start.stats["scales"].to(working_dtype(problem))
+        else:
+            start = ADMM("fast")(problem, sparse)
+            scales = search_scales(
+                start.weight.to(working_dtype(problem)),
+                start.mask,
+                problem.operator.diagonal().to(working_dtype(problem)),
+                grid,
+                problem.dtype,
+            )
+        wide = problem.to(working_dtype(problem))
+        weight = start.weight.to(wide.dtype)
+        weight = (rounded(weight, over_columns(scales, grid, problem.shape[1]), grid.levels) * start.mask).contiguous()
+        mask = start.mask.clone().contiguous()
+        gradient, hessian = wide.gradient(weight).contiguous(), wide.matrix.contiguous()
+        descend_values(
+            GridRows(weight, gradient, mask, scales.contiguous(), hessian, grid.group, grid.levels), _QUICK_SWEEPS
+        )
+        return on_grid(problem, codes_of(weight, scales, grid), scales, mask, grid)

@@ -17,7 +17,7 @@ from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.grouped.system import blocks, columns_of, definite_factor, groups_of, kept_groups, refitted, spread
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _LEAST = 1e-10  # least gain of an exchange, relative to the energy that the kept groups capture
 _PAIRS = 1 << 22  # entries of the blocks of one batch of pairs

@@ -23,7 +23,7 @@ from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.grouped.exchange import Tableau, exchanged
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, groups_of, refitted
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]

@@ -16,7 +16,7 @@ from iobs.core.linalg import cholesky
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.grouped.system import GroupSystem, blocks, groups_of, refitted, traces
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _PENDING = 64  # columns of updates that are kept before a matrix product applies them
 

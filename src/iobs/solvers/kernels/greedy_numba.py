@@ -1,4 +1,4 @@
-"""Numba loop of `greedy.py`: left-looking pivoted Cholesky factorisation that shrinks with each removal.
+"""Numba loop of `obc.py`: left-looking pivoted Cholesky factorisation that shrinks with each removal.
 
 Row s of the factor holds the entries of step s for the active variables side by side, so that inner loops run along
 them. Lengths are padded to whole groups of vector registers; the padding holds old, finite numbers.
@@ -121,7 +121,7 @@ def greedy(
     of: int,
     quota: int,
 ) -> None:
-    """Rows `start` to `stop` of `greedy.greedy_removals`."""
+    """Rows `start` to `stop` of `obc.greedy_removals`."""
     padded = centre.shape[1] + _PAD
     ones = np.ones(padded, centre.dtype)
     factor = np.zeros((order.shape[1] + _TOGETHER, padded), centre.dtype)
