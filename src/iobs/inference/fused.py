@@ -47,7 +47,7 @@ class _Session:
     count: int
 
     def holds(self, cache: Cache, position: int) -> bool:
-        """Whether the cache still has the first `position` keys and values of this session, and room is left."""
+        """True if the cache still has the first `position` keys and values of this session, and room is left."""
         if self.cache() is not cache or position == self.decoder.longest:
             return False
         return all(
