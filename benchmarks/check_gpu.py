@@ -34,8 +34,7 @@ from iobs.pruning.cost.loads import Rates, solve_operations
 from iobs.pruning.cost.phases import Shape, Work, phases
 from iobs.pruning.cost.speeds import measured_rates
 from iobs.pruning.recipe import Recipe
-from iobs.solvers.kernels.conjugate import improve_weights
-from iobs.solvers.kernels.inverse import shifted_inverse
+from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
 from iobs.solvers.kernels.project import project
 
 _PRODUCTS = 20  # repetitions of a product with zeros

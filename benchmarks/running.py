@@ -29,7 +29,7 @@ import iobs
 from iobs.inference import FORMATS, cpu, store
 from iobs.inference.decodable import undecodable
 from iobs.inference.generation import generated
-from iobs.inference.product import Product
+from iobs.inference.product import StoredProduct
 
 SIZE, REPETITIONS = 4096, 15
 SPARSITIES = (0.5, 0.7, 0.9)
@@ -94,7 +94,7 @@ def products(rows: Rows, tokens: int) -> None:
         torch.manual_seed(0)
         weight, given = pruned(torch.randn(SIZE, SIZE), sparsity), torch.randn(tokens, SIZE)
         halves, half_given = weight.bfloat16(), given.bfloat16()
-        forms = {name: Product(store(weight, name)) for name in FORMATS}
+        forms = {name: StoredProduct(store(weight, name)) for name in FORMATS}
         calls: dict[str, Callable[[], Any]] = {
             "torch float32": lambda w=weight, x=given: x @ w.t(),
             "torch bfloat16": lambda w=halves, x=half_given: x @ w.t(),

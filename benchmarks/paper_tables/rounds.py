@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iobs.core.whole_files import replaced
+from iobs.core.files import replaced
 from iobs.errors import DataError, OutputError
 from paper_tables.experiment import Request, Row
 

@@ -12,11 +12,10 @@ from iobs import openmp as _openmp  # noqa: F401 - sets how threads wait, before
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
-    from iobs.core.budget import Budget
     from iobs.core.column_groups import Groups
-    from iobs.core.free_bias import FreeBias
+    from iobs.core.grids import Budget
     from iobs.core.patterns import NM, Grid, Unstructured
-    from iobs.core.quadratic import Quadratic, Solution
+    from iobs.core.quadratic import FreeBias, Quadratic, Solution
     from iobs.core.structured import Structured
     from iobs.exports import export
     from iobs.inference import accelerate
@@ -104,11 +103,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "iobs.core.budget": ("Budget",),
+    "iobs.core.grids": ("Budget",),
     "iobs.core.column_groups": ("Groups",),
-    "iobs.core.free_bias": ("FreeBias",),
     "iobs.core.patterns": ("NM", "Grid", "Unstructured"),
-    "iobs.core.quadratic": ("Quadratic", "Solution"),
+    "iobs.core.quadratic": ("FreeBias", "Quadratic", "Solution"),
     "iobs.core.structured": ("Structured",),
     "iobs.exports": ("export",),
     "iobs.inference": ("accelerate",),

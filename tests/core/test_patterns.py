@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from iobs.core.partition import smallest_kept, smallest_kept_by_bits
 from iobs.core.patterns import NM, Grid, Unstructured, keep_count, parse, share, top_mask
 from iobs.core.structured import Structured
-from iobs.core.thresholds import smallest_kept, smallest_kept_by_bits
 from iobs.errors import PatternError
 
 PATTERNS = [Unstructured(0.5), Unstructured(0.3, per="row"), Unstructured(keep=7), NM(2, 4), NM(1, 8), NM(4, 4)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from iobs.core.whole_files import whole_file
+from iobs.core.files import whole_file
 from iobs.errors import OutputError
 
 

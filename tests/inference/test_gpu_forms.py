@@ -89,7 +89,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from iobs.inference import offsets_triton as module
 constants = dict(tokens=4, steps=3)
-types = dict(values="*bf16", offsets="*u8", bases="*i16", starts="*i32", bias="*bf16", given="*bf16", found="*bf16")
+types = dict(values="*bf16", offsets="*u8", bases="*i16", starts="*i32", bias="*bf16", activations="*bf16")
+types |= dict(output="*bf16", matrix="*bf16")
 without_bias = constants | dict(bias=None)
 for kernel, constants in ((module._rows, constants), (module._rows, without_bias), (module._unpack, constants)):
     names = kernel.arg_names

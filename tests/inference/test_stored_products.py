@@ -7,7 +7,7 @@ import torch
 
 from iobs.inference import activations, cpu
 from iobs.inference.formats import FORMATS, store
-from iobs.inference.product import Product
+from iobs.inference.product import StoredProduct
 
 ORDER = {"none": 0, "avx2": 1, "avx512": 2}
 LEVELS = ["none", "avx2", "avx512"]
@@ -46,7 +46,7 @@ def test_products_equal_the_plain_form(level, name, shape):
     require(level)
     matrix = store(sparse(*shape), name)
     for tokens in (1, 2, 3, 4, 7, 16, 21):
-        product = Product(matrix, level, most_tokens=0 if level == "none" else 16, amx=False)
+        product = StoredProduct(matrix, level, most_tokens=0 if level == "none" else 16, amx=False)
         given = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
         found, wanted = product(given), plain(matrix, given, rounds=level != "none" and tokens <= 16)
         assert found.shape == wanted.shape
@@ -78,7 +78,7 @@ def test_rounding_of_activations_equals_the_plain_form_but_for_ties():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_of_many_tokens_by_amx_equal_the_plain_form(needs_amx, name, shape, threads):
     matrix = store(sparse(*shape), name)
-    product = Product(matrix, threads=threads, most_tokens=0, amx=True)
+    product = StoredProduct(matrix, threads=threads, most_tokens=0, amx=True)
     for tokens in (1, 16, 17, 40, 530):
         given = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
         rounded = rounded_by_kernels(given) if matrix.quantised else given.bfloat16().float()
@@ -91,7 +91,7 @@ def test_products_of_many_tokens_by_amx_equal_the_plain_form(needs_amx, name, sh
 def test_amx_gives_nan_for_the_tokens_that_hold_it(needs_amx, name):
     given = torch.ones(20, 70)
     given[3, 5] = float("nan")
-    found = Product(store(sparse(40, 70) + 1, name), most_tokens=0)(given)
+    found = StoredProduct(store(sparse(40, 70) + 1, name), most_tokens=0)(given)
     assert torch.isnan(found).all(1).nonzero().flatten().tolist() == [3]
 
 
@@ -112,9 +112,9 @@ def test_threads_share_the_rows_with_the_same_bits(level, name):
     require(level)
     matrix = store(sparse(37, 200), name)
     given = torch.randn(2, 200, generator=torch.Generator().manual_seed(1))
-    one = Product(matrix, level)(given)
+    one = StoredProduct(matrix, level)(given)
     for threads in (2, 3, 40):
-        assert torch.equal(Product(matrix, level, threads)(given), one)
+        assert torch.equal(StoredProduct(matrix, level, threads)(given), one)
 
 
 @pytest.mark.parametrize("level", ["avx2", "avx512"])
@@ -123,7 +123,7 @@ def test_threads_share_the_rows_with_the_same_bits(level, name):
 def test_unpacked_rows_are_the_dense_rows(level, name, columns):
     require(level)
     matrix = store(sparse(9, columns), name)
-    assert torch.equal(Product(matrix, level).dense(2, 8), matrix.to_dense(2, 8))
+    assert torch.equal(StoredProduct(matrix, level).dense(2, 8), matrix.to_dense(2, 8))
 
 
 @pytest.mark.parametrize(("level", "name"), [case for case in CASES if case[0] != "none"])
@@ -131,7 +131,7 @@ def test_the_largest_codes_do_not_overflow(level, name):
     require(level)
     signs = torch.where(torch.randn(300, generator=torch.Generator().manual_seed(0)) < 0, -1.0, 1.0)
     matrix, given = store(signs[None].repeat(3, 1), name), torch.stack([signs, -signs])
-    assert (Product(matrix, level)(given) - plain(matrix, given, rounds=True)).abs().max() < 1e-3
+    assert (StoredProduct(matrix, level)(given) - plain(matrix, given, rounds=True)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("level", ["avx2", "avx512"])
@@ -142,13 +142,13 @@ def test_a_file_with_the_code_that_we_never_write_is_multiplied_too(level, name)
     stored = matrix.tensors["values"]
     matrix.tensors["values"] = torch.where(stored == 129, torch.tensor(128, dtype=torch.uint8), stored)  # -127, -128
     matrix.tensors["corrections"] = 128 * matrix.to_dense().sum(1)
-    assert (Product(matrix, level)(given) - plain(matrix, given, rounds=True)).abs().max() < 1e-3
+    assert (StoredProduct(matrix, level)(given) - plain(matrix, given, rounds=True)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(("level", "name"), CASES)
 def test_activations_of_zero_or_no_tokens(level, name):
     require(level)
-    product = Product(store(sparse(6, 70), name), level)
+    product = StoredProduct(store(sparse(6, 70), name), level)
     assert not product(torch.zeros(1, 70)).any()
     assert product(torch.zeros(0, 70)).shape == (0, 6)
 
@@ -159,11 +159,11 @@ def test_nan_in_activations_gives_nan_in_the_output(level, name):
     weight = sparse(6, 70) + 1  # no entry is zero
     given = torch.ones(1, 70)
     given[0, 3] = float("nan")
-    assert torch.isnan(Product(store(weight, name), level)(given)).all()
+    assert torch.isnan(StoredProduct(store(weight, name), level)(given)).all()
 
 
 def test_dtype_of_the_output_is_that_of_the_activations():
-    product = Product(store(sparse(6, 70), "bitmask-bf16"))
+    product = StoredProduct(store(sparse(6, 70), "bitmask-bf16"))
     for tokens in (1, 20):
         assert product(torch.ones(tokens, 70, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
@@ -187,7 +187,7 @@ def test_a_forked_process_has_threads_of_its_own():
     """The threads of the parent are not there: their work would never be done."""
     if cpu.level() == "none":
         pytest.skip("this CPU has no kernels")
-    product, given = Product(store(sparse(64, 70), "int8"), threads=2), torch.ones(1, 70)
+    product, given = StoredProduct(store(sparse(64, 70), "int8"), threads=2), torch.ones(1, 70)
     product(given)
     child = multiprocessing.get_context("fork").Process(target=product, args=(given,))
     child.start()

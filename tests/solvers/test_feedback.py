@@ -11,9 +11,15 @@ import iobs
 from iobs.core import linalg
 from iobs.core.grids import over_columns
 from iobs.solvers.gridded import feedback
-from iobs.solvers.gridded.feedback import feedback_order, round_with_feedback
+from iobs.solvers.gridded.feedback import (
+    Lattice,
+    feedback_order,
+    round_along_paths,
+    round_numba,
+    round_torch,
+    round_with_feedback,
+)
 from iobs.solvers.gridded.lattice import search_scales
-from iobs.solvers.kernels.paths import Lattice, round_along_paths, round_numba, round_torch
 
 NATURAL = torch.arange(12)
 

@@ -7,8 +7,9 @@ from solver_problems import dependent_problem, random_problem
 
 import iobs
 from iobs.core import linalg
-from iobs.solvers.kernels import conjugate, eliminate, greedy, project, select, swaps
-from iobs.solvers.kernels.select_numba import kth_smallest
+from iobs.solvers import obc, sparsegpt
+from iobs.solvers.kernels import conjugate, project, swaps
+from iobs.solvers.kernels.project_numba import kth_smallest
 from iobs.solvers.obc import greedy_mask
 
 DTYPES = [torch.float32, torch.float64]
@@ -26,8 +27,8 @@ def test_threshold_is_that_of_the_sorted_magnitudes(kind, keep):
         values *= 1e-42  # subnormal numbers
     magnitudes = values.abs()
     value = magnitudes.flatten().sort(descending=True).values[keep - 1]
-    wanted = select.Threshold(float(value), int((magnitudes > value).sum()), int((magnitudes == value).sum()))
-    assert select.threshold(values, keep) == wanted
+    wanted = project.Threshold(float(value), int((magnitudes > value).sum()), int((magnitudes == value).sum()))
+    assert project.threshold(values, keep) == wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,13 +36,13 @@ def test_eliminate_numba_equals_torch(dtype):
     factor = linalg.cholesky(random_problem(1, 24).matrix).T.contiguous().to(dtype)
     current, mask = torch.randn(40, 24, dtype=dtype), torch.rand(40, 24) > 0.5
     other, other_mask = current.clone(), mask.clone()
-    eliminate.eliminate_torch(current, factor, mask)
-    eliminate.eliminate_numba(other, factor, other_mask)
+    sparsegpt.eliminate_torch(current, factor, mask)
+    sparsegpt.eliminate_numba(other, factor, other_mask)
     torch.testing.assert_close(other, current)
     current, other = torch.randn(40, 24, dtype=dtype), None
     other = current.clone()
-    eliminate.eliminate_groups_torch(current, factor, mask, 3, 8)
-    eliminate.eliminate_groups_numba(other, factor, other_mask, 3, 8)
+    sparsegpt.eliminate_groups_torch(current, factor, mask, 3, 8)
+    sparsegpt.eliminate_groups_numba(other, factor, other_mask, 3, 8)
     assert torch.equal(mask, other_mask)
     torch.testing.assert_close(other, current)
 
@@ -51,9 +52,9 @@ def test_greedy_removals_numba_equals_torch(of, quota):
     problem = random_problem(20, 16)
     inverse = linalg.inverse(problem.matrix).contiguous()
     steps = torch.arange(20) % (16 // of * quota + 1)
-    numba = greedy.greedy_removals(inverse, problem.centre(), steps, of, quota)
+    numba = obc.greedy_removals(inverse, problem.centre(), steps, of, quota)
     plain = [torch.full_like(numba[0], -1), torch.full_like(numba[1], torch.inf)]
-    greedy._torch(inverse, problem.centre(), steps, of, quota, *plain)
+    obc._torch(inverse, problem.centre(), steps, of, quota, *plain)
     assert torch.equal(numba[0], plain[0])
     torch.testing.assert_close(numba[1], plain[1])
 

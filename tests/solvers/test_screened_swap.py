@@ -9,8 +9,8 @@ from iobs.core.patterns import top_mask
 from iobs.core.quadratic import Solution
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels import screen
-from iobs.solvers.kernels.inverse import shifted_inverse
-from iobs.solvers.refit_weights import scaled
+from iobs.solvers.kernels.conjugate import shifted_inverse
+from iobs.solvers.refit import scaled
 from iobs.solvers.screened_swap import ScreenedSwap, candidate_columns
 
 PATTERNS = [iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4), iobs.NM(3, 8)]

@@ -8,9 +8,8 @@ import torch
 
 import iobs
 from iobs.core.partition import Partition
-from iobs.core.patterns import top_mask, top_mask_of
+from iobs.core.patterns import RowsOf, top_mask, top_mask_of
 from iobs.core.quadratic import Quadratic
-from iobs.core.shared_rows import RowsOf
 from iobs.solvers.kernels.project import project, project_torch
 
 

@@ -6,7 +6,7 @@ from solver_problems import random_problem
 
 import iobs
 from iobs.core import linalg
-from iobs.core.factors import Factors
+from iobs.core.quadratic import Factors
 from iobs.errors import DampingWarning, ProblemError
 from iobs.solvers import solve_many
 

@@ -212,8 +212,7 @@ def prune_low_memory(
     """
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.running import prune_with_progress, write_card
-    from iobs.core.files import weight_files
-    from iobs.core.paths import expanded
+    from iobs.core.files import expanded, weight_files
     from iobs.models.skeleton import without_weights
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore

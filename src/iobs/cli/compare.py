@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from iobs.cli import console, options
-from iobs.core.whole_files import replaced
+from iobs.core.files import replaced
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from iobs.cli import console
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import RunSettings
-    from iobs.core.budget import Budget
+    from iobs.core.grids import Budget
     from iobs.core.structured import Structured
     from iobs.models import LoadedModel
     from iobs.pruning.cost.memory_plan import Plan
@@ -31,8 +31,7 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
     from rich.table import Table
 
     from iobs.cli.by_blocks import show_plan
-    from iobs.core.budget import Budget
-    from iobs.core.grids import stored_bits
+    from iobs.core.grids import Budget, stored_bits
     from iobs.pruning.audit import asked_zeros
 
     patterns, pattern = request.patterns, request.pattern
@@ -79,7 +78,7 @@ def _bounds(request: Request, budget: Budget) -> dict[str, float]:
 
 def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
-    from iobs.core.budget import Budget
+    from iobs.core.grids import Budget
     from iobs.pruning.allocation.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
 

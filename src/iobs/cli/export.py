@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from iobs.cli import console, options
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
 NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")

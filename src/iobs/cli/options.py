@@ -22,7 +22,7 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from iobs.cli import console
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 
 # Words that the shell completes. They are written out here, because completion must be quick and their own modules
 # import torch; a test compares them with the registries.

@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 import typer
 
 from iobs.cli import console, options
-from iobs.core.whole_files import whole_file
+from iobs.core.files import whole_file
 
 
 @options.command

@@ -45,8 +45,7 @@ class PatternOptions:
             typer.BadParameter: options that exclude each other.
             PatternError: the options name no pattern.
         """
-        from iobs.core.budget import Budget
-        from iobs.core.grids import grid_of
+        from iobs.core.grids import Budget, grid_of
         from iobs.core.patterns import Grid, parse
 
         if self.pattern is not None and self.sparsity is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a

@@ -20,7 +20,7 @@ import iobs
 from iobs.cli import console
 from iobs.cli.progress import ConsoleSteps, Watch
 from iobs.cli.run_file import RunSettings
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel, beside, check_output, names_to_replace

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from iobs.cli import console
-from iobs.core.whole_files import whole_file
+from iobs.core.files import whole_file
 
 if TYPE_CHECKING:
     from iobs.cli.solve_inputs import Regression

@@ -99,10 +99,10 @@ class Groups:
         assert self.sparsity is not None
         if self.sparsity == 0:
             return count
-        wanted, unit = keep_count(count, self.sparsity), self.multiple_of
+        target, unit = keep_count(count, self.sparsity), self.multiple_of
         if count < unit:
             raise PatternError(f"There are {count} groups, fewer than multiple_of={unit}.")
-        return min(max((2 * wanted + unit) // (2 * unit), 1 if wanted and unit > 1 else 0), count // unit) * unit
+        return min(max((2 * target + unit) // (2 * unit), 1 if target and unit > 1 else 0), count // unit) * unit
 
     def zeros(self, shape: tuple[int, int]) -> int:
         """Least number of zeros that a (rows, columns) matrix has with the removed groups.

@@ -45,8 +45,8 @@ def _not_definite(matrix: Tensor) -> NotPositiveDefiniteError:
 def double_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Lower Cholesky factor of a symmetric (d, d) matrix in float64, and the status of `torch.linalg.cholesky_ex`."""
     if matrix.device.type != "cpu":
-        found, status = torch.linalg.cholesky_ex(matrix.double())
-        return found, status
+        lower, status = torch.linalg.cholesky_ex(matrix.double())
+        return lower, status
     # LAPACK factorises a matrix of consecutive columns in its own memory.
     factor = matrix.to(torch.float64, copy=True).T
     info = torch.empty((), dtype=torch.int32)

@@ -1,12 +1,14 @@
-"""Modes of a network and of torch: training or eval mode, and the precision of products in float32."""
+"""Modes for the time of a block of code: training or eval, the precision of float32, and silence of libraries."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, partial
+from io import StringIO
 from operator import attrgetter
 
 import torch
@@ -63,16 +65,16 @@ def _settings() -> list[_Setting]:
     The first two exist in every version, and write the newer ones. All are kept in agreement, since torch refuses to
     read an old setting that contradicts a newer one.
     """
-    found: list[_Setting] = [
+    settings: list[_Setting] = [
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
         _attribute(torch.backends.cudnn, "allow_tf32", False),
     ]
     if hasattr(torch.backends, "fp32_precision"):
-        found += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
+        settings += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 warns once that it has newer settings
-        _values(found)
-    return found
+        _values(settings)
+    return settings
 
 
 def _attribute(owner: object, name: str, full: object) -> _Setting:
@@ -85,19 +87,19 @@ def _read() -> list[object]:
 
 
 def _values(settings: Sequence[_Setting]) -> list[object]:
-    found: list[object] = []
+    values: list[object] = []
     for read, _, _ in settings:
         try:
-            found.append(read())
+            values.append(read())
         except RuntimeError:  # the user has changed the newer settings alone
-            found.append(None)
-    return found
+            values.append(None)
+    return values
 
 
 def _write(values: Sequence[object], before: Sequence[object]) -> None:
     """Write the settings that could be read before."""
-    for (_, write, _), value, known in zip(_settings(), values, before, strict=True):
-        if known is not None and value is not None:
+    for (_, write, _), value, previous in zip(_settings(), values, before, strict=True):
+        if previous is not None and value is not None:
             write(value)
 
 
@@ -120,3 +122,30 @@ def _set_modes(module: nn.Module, training: Mapping[nn.Module, bool]) -> None:
     module.training = training.get(module, module.training)
     for child in module.children():
         _set_modes(child, training)
+
+
+# ---- Silence of libraries that report on a standard stream, by warnings and in a log
+
+
+@contextmanager
+def silenced(
+    library: str,
+    level: int = logging.ERROR,
+    redirect: type[redirect_stdout[StringIO]] | type[redirect_stderr[StringIO]] = redirect_stdout,
+) -> Iterator[None]:
+    """Context without the progress and the warnings of a library; its errors are raised.
+
+    Args:
+        library: name of its logger.
+        level: least level that it still logs.
+        redirect: of the standard stream that it writes to.
+    """
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings(), redirect(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -15,10 +15,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from iobs.core.partition import Partition
-from iobs.core.spanning import is_spanning, spanning_mask
+from iobs.core.partition import Partition, Peers, is_spanning, smallest_kept, spanning_mask
 from iobs.core.structured import Structured
-from iobs.core.thresholds import smallest_kept
 from iobs.errors import PatternError, is_a
 
 
@@ -94,8 +92,8 @@ class NM:
 
     def __post_init__(self) -> None:
         if not is_a(Integral, self.keep, self.of) or not 0 < self.keep <= self.of:
-            given = f"keep={self.keep!r} of={self.of!r}"
-            raise PatternError(f"N:M needs whole 0 < keep <= of, got {given}; 2:4 is NM(keep=2, of=4).")
+            shown = f"keep={self.keep!r} of={self.of!r}"
+            raise PatternError(f"N:M needs whole 0 < keep <= of, got {shown}; 2:4 is NM(keep=2, of=4).")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """One group for every `of` neighbouring columns of each row."""
@@ -200,7 +198,7 @@ class SparseGrid:
 
 
 def require_pattern(pattern: object) -> None:
-    """Check that an object is a pattern, not a number or a string.
+    """Raise unless an object is a pattern: a number or a string is none.
 
     Raises:
         PatternError: the object has no `groups` method.
@@ -313,3 +311,41 @@ def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
     count = torch.int32 if groups.size < 2**31 else torch.int64
     mask |= tied & (tied.cumsum(1, dtype=count) <= missing)
     return mask.reshape(shape)
+
+
+# ---- Rows of a matrix that is divided among processes, with the pattern of the whole matrix
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """The pattern of a whole matrix, as the process sees it that has some of the rows.
+
+    Args:
+        pattern: of the whole matrix, a `Pattern` of entries.
+        rows: number of rows of the whole matrix.
+        peers: processes that have the rows, each a consecutive part.
+    """
+
+    pattern: Pattern
+    rows: int
+    peers: Peers
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """Partition of the rows in this process; a group of the whole matrix reaches over all processes.
+
+        Raises:
+            PatternError: the pattern does not fit the matrix.
+        """
+        whole = self.pattern.groups((self.rows, shape[1]))
+        count = 1 if whole.size > shape[1] else shape[0] * shape[1] // whole.size
+        return Partition(count, whole.size, whole.keep, self.peers, self.rows, whole.count * whole.keep)
+
+    def __str__(self) -> str:
+        return str(self.pattern)
+
+    def most(self, value: float) -> float:
+        """The largest of the values that the processes give."""
+        values = torch.zeros(self.peers.size, dtype=torch.float64)
+        values[self.peers.rank] = value
+        self.peers.sum(values)
+        return float(values.max())

@@ -9,17 +9,43 @@ singular H.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from iobs.core.factors import Factors
 from iobs.core.linalg import double_cholesky
 from iobs.errors import NonFiniteError, ProblemError
+
+# ---- Cache of the factorisations of one Hessian
+# Problems with one Hessian share it: the q, k and v layers of attention, or one layer at several sparsities.
+
+Value = TypeVar("Value")
+
+
+class Factors:
+    """Cache of values computed from one Hessian, by name.
+
+    Args:
+        keep: store computed values. False for a single problem: it needs each value once, and storing costs memory.
+    """
+
+    def __init__(self, keep: bool = False) -> None:
+        self.keep = keep
+        self._values: dict[Hashable, object] = {}
+
+    def get(self, name: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return the stored value of `name`, or compute it. The caller must not change the value in place."""
+        if name in self._values:
+            return cast(Value, self._values[name])
+        value = compute()
+        if self.keep:
+            self._values[name] = value
+        return value
+
 
 _LARGE = 2048  # columns from which memory decides how a centre is computed
 _ROWS = 512  # rows of one part of it
@@ -98,7 +124,7 @@ class Quadratic:
     def _check(self) -> None:
         if self._linear is None and not (self.centred and self.anchor is not None):
             raise ProblemError("A quadratic needs its linear term, unless it is centred at a given anchor.")
-        rows = self._given
+        rows = self._defining_rows
         if rows.ndim != 2 or self.hessian.shape != (rows.shape[1], rows.shape[1]):
             raise ProblemError(
                 f"A quadratic needs a (d, d) Hessian and a (rows, d) linear term, got {tuple(self.hessian.shape)} "
@@ -119,11 +145,11 @@ class Quadratic:
                     )
 
     @property
-    def _given(self) -> Tensor:
+    def _defining_rows(self) -> Tensor:
         """Tensor (rows, d) that the problem was made from: the linear term or the centre."""
-        given = self.anchor if self._linear is None else self._linear
-        assert given is not None
-        return given
+        rows = self.anchor if self._linear is None else self._linear
+        assert rows is not None
+        return rows
 
     def _with(self, hessian: Tensor | HessianOperator, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
         """Make a problem from changed tensors without checking them; a changed Hessian gets a new cache of factors."""
@@ -177,12 +203,12 @@ class Quadratic:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self._given.dtype
+        return self._defining_rows.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self._given.device
+        return self._defining_rows.device
 
     @classmethod
     def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
@@ -206,7 +232,7 @@ class Quadratic:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the weight matrix, (rows, d)."""
-        return self._given.shape[0], self._given.shape[1]
+        return self._defining_rows.shape[0], self._defining_rows.shape[1]
 
     def loss(self, weight: Tensor) -> Tensor:
         """q of every row, (rows,) in float64 for a problem of any dtype."""
@@ -336,19 +362,19 @@ def _solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 def _substituted(rows: Tensor, factor: Tensor) -> Tensor:
     """Rows B (L L^T)^-1 for a factor L; `cholesky_solve` would copy the factor."""
     forward: Tensor = torch.linalg.solve_triangular(factor, rows.T, upper=False)
-    found: Tensor = torch.linalg.solve_triangular(factor.T, forward, upper=True)
-    return found.T
+    solved: Tensor = torch.linalg.solve_triangular(factor.T, forward, upper=True)
+    return solved.T
 
 
 def _require_tensors(hessian: object, **rows: object) -> None:
-    found = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
-    found |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
-    for name, value in found.items():
+    wrong = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
+    wrong |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
+    for name, value in wrong.items():
         raise ProblemError(f"The {name} must be a torch tensor, got {type(value).__name__}; torch.as_tensor makes one.")
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Check that all entries are finite; a finite sum proves it without a second pass."""
+    """True if all entries are finite; a finite sum proves it without a second pass."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
@@ -361,3 +387,53 @@ def _double_product(rows: Tensor, hessian: Tensor | HessianOperator, dtype: torc
     if isinstance(hessian, Tensor):
         return rows @ hessian.double()
     return hessian.matmul(rows.to(dtype)).double()
+
+
+# ---- Bias of every row as a free variable, eliminated from a quadratic
+
+
+@dataclass(frozen=True)
+class FreeBias:
+    """Bias that is chosen together with the weights, at no cost for its size: one more column that is always kept.
+
+    For fixed weights V the best bias is `output - V mean`. Inserting it gives a quadratic in V alone, with the Hessian
+    H - samples mean mean^T and the linear term B - samples output mean^T.
+
+    Attributes:
+        mean: (d,), mean of the inputs.
+        output: (rows,), mean of the outputs that the linear term was computed from. For a layer that matches itself
+            it is W mean, plus the layer's own bias if the new bias is to replace it.
+        samples: factor of the Hessian relative to the mean of x x^T: 1 for a mean, n for a sum over n samples.
+    """
+
+    mean: Tensor
+    output: Tensor
+    samples: float = 1.0
+
+    def eliminated(self, problem: Quadratic) -> Quadratic:
+        """The quadratic in the weights alone; its loss differs from the loss with the best bias by a constant.
+
+        Raises:
+            ProblemError: the shapes do not fit the problem.
+        """
+        rows, columns = problem.shape
+        if self.mean.shape != (columns,) or self.output.shape != (rows,):
+            raise ProblemError(
+                f"A free bias of a {rows} x {columns} problem needs means of shape ({columns},) and ({rows},), "
+                f"got {tuple(self.mean.shape)} and {tuple(self.output.shape)}."
+            )
+        mean, output = self.mean.to(problem.dtype), self.output.to(problem.dtype)
+        hessian = problem.matrix - self.samples * mean.outer(mean)
+        diagonal = hessian.diagonal()
+        # A constant input varies only by rounding: its column is dead, the bias takes its part.
+        constant = diagonal <= 16 * problem.matrix.diagonal() * torch.finfo(problem.dtype).eps
+        hessian[constant] = 0
+        hessian[:, constant] = 0
+        if problem.centred:
+            return Quadratic.at(problem.centre(), hessian)
+        linear = problem.linear - self.samples * output.outer(mean)
+        return Quadratic(hessian, linear.masked_fill(constant, 0), problem.anchor)
+
+    def best(self, weight: Tensor) -> Tensor:
+        """The best bias of each row for the given weights (rows, d), (rows,) in their dtype."""
+        return self.output.to(weight.dtype) - weight @ self.mean.to(weight.dtype)

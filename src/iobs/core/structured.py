@@ -89,17 +89,17 @@ class Structured:
         Raises:
             PatternError: an unknown option, or a value outside its range.
         """
-        found: dict[str, object] = {}
+        options: dict[str, object] = {}
         for option in filter(None, text.split(",")):
             name, _, value = option.partition("=")
-            if name not in {one.name for one in fields(cls)} - {"sparsity"} or not value:
+            if name not in {item.name for item in fields(cls)} - {"sparsity"} or not value:
                 raise PatternError(
                     f"Cannot read the option {option!r} of a structured pattern: give of=macs, of=parameters, "
                     "of=latency, multiple_of=8, uniform=true, units=blocks or runtime=onnx."
                 )
-            known: dict[str, object] = {"true": True, "false": False}
-            found[name] = int(value) if value.isdecimal() else known.get(value.lower(), value)
-        return cls(sparsity, **found)  # type: ignore[arg-type]
+            booleans: dict[str, object] = {"true": True, "false": False}
+            options[name] = int(value) if value.isdecimal() else booleans.get(value.lower(), value)
+        return cls(sparsity, **options)  # type: ignore[arg-type]
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """Raise an error: the units of a network are removed, and a single matrix has none.
@@ -126,8 +126,8 @@ class Structured:
     def __str__(self) -> str:
         """Text that `core.patterns.parse` reads back."""
         options = [
-            f"{one.name}={str(value).lower() if isinstance(value, bool) else value}"
-            for one in fields(self)[1:]
-            if (value := getattr(self, one.name)) != one.default
+            f"{item.name}={str(value).lower() if isinstance(value, bool) else value}"
+            for item in fields(self)[1:]
+            if (value := getattr(self, item.name)) != item.default
         ]
         return ",".join([f"structured:{float(self.sparsity)!r}", *options])

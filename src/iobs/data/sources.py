@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images, statistics_of, transform_of
 from iobs.data.text import CORPORA, PIECE, Part, calibration_windows, corpus_documents, embedded_text, read_documents
 from iobs.errors import CalibrationError, DataError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from iobs.core.paths import expanded
-from iobs.core.quiet import silenced
+from iobs.core.files import expanded
+from iobs.core.modes import silenced
 from iobs.errors import ModelError
 from iobs.exports.source import Example, Export, Source, Written, needed, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors

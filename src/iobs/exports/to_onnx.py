@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.core.modes import in_eval_mode
-from iobs.core.quiet import silenced
+from iobs.core.modes import in_eval_mode, silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import Graph, Inputs, inputs_of, single
 from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed

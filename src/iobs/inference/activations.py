@@ -12,20 +12,20 @@ _INFINITE = 0x7F800000  # bits of infinity; those of NaN are larger
 
 
 @njit(cache=True, nogil=True)
-def filled(given: Reals, found: Reals) -> None:
+def filled(vectors: Reals, layout: Reals) -> None:
     """Copy (tokens, columns) to (tokens, filled columns)."""
-    for token in range(given.shape[0]):
-        found[token, : given.shape[1]] = given[token]
-        found[token, given.shape[1] :] = 0
+    for token in range(vectors.shape[0]):
+        layout[token, : vectors.shape[1]] = vectors[token]
+        layout[token, vectors.shape[1] :] = 0
 
 
 @njit(cache=True, nogil=True)
-def even_then_odd(given: Reals, found: Reals) -> None:
+def even_then_odd(vectors: Reals, layout: Reals) -> None:
     """Copy (tokens, columns) to (tokens, filled columns): of each 32 columns the even ones first, then the odd ones."""
-    columns = given.shape[1]
+    columns = vectors.shape[1]
     whole = columns // 32 * 32
-    for token in range(given.shape[0]):
-        source, goal = given[token], found[token]
+    for token in range(vectors.shape[0]):
+        source, goal = vectors[token], layout[token]
         for start in range(0, whole, 32):
             for pair in range(16):
                 goal[start + pair] = source[start + 2 * pair]
@@ -37,20 +37,20 @@ def even_then_odd(given: Reals, found: Reals) -> None:
 
 
 @njit(cache=True, nogil=True)
-def rounded(given: Reals, found: NDArray[np.uint8], scales: Reals, offset: int = 128) -> None:
+def rounded(vectors: Reals, layout: NDArray[np.uint8], scales: Reals, offset: int = 128) -> None:
     """Round each token to 8 bits: round(x / scale) + offset, with scale = max |x| / 127.
 
     The scale of a token with NaN or infinite entries is NaN, and so are its products.
 
     Args:
-        given: (tokens, columns).
-        found: (tokens, filled columns), written.
+        vectors: (tokens, columns).
+        layout: (tokens, filled columns), written.
         scales: (tokens), written.
         offset: 128, or 0 for the bytes of int8.
     """
-    bits, bounds = given.view(np.int32), scales.view(np.int32)
-    for token in range(given.shape[0]):
-        source, goal, row = given[token], found[token], bits[token]
+    bits, bounds = vectors.view(np.int32), scales.view(np.int32)
+    for token in range(vectors.shape[0]):
+        source, goal, row = vectors[token], layout[token], bits[token]
         largest = np.int32(0)  # of the bits without sign: they have the order of the numbers, NaN last
         for column in range(row.size):
             bare = row[column] & np.int32(0x7FFFFFFF)

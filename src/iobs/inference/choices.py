@@ -29,16 +29,16 @@ READ = "stay dense, since the model reads their weights, which a stored form unp
 
 def replaceable(model: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
     """The layers that have a stored form and may be replaced, by name, and notes on those that may not."""
-    found = {name: one for name, one in model.named_modules() if can_store(one)}
-    inside = {part for one in model.modules() if isinstance(one, _READERS) for part in one.modules()}
-    hooked = {one for one in found.values() if changed(one) and one not in inside}
-    counts = {HOOKED: len(hooked), READ: sum(one in inside for one in found.values())}
-    left = {name: one for name, one in found.items() if one not in hooked and one not in inside}
-    return left, [f"{count} layers {reason}" for reason, count in counts.items() if count]
+    storable = {name: module for name, module in model.named_modules() if can_store(module)}
+    inside = {part for module in model.modules() if isinstance(module, _READERS) for part in module.modules()}
+    hooked = {module for module in storable.values() if changed(module) and module not in inside}
+    counts = {HOOKED: len(hooked), READ: sum(module in inside for module in storable.values())}
+    free = {name: module for name, module in storable.items() if module not in hooked and module not in inside}
+    return free, [f"{count} layers {reason}" for reason, count in counts.items() if count]
 
 
 def require_finite(layers: Mapping[str, nn.Module]) -> None:
-    """Check the weights of layers before any of them is replaced.
+    """Raise unless all weights of layers are finite, before any of them is replaced.
 
     Raises:
         NonFiniteError: one holds NaN or infinite entries; names the layer.
@@ -50,11 +50,11 @@ def require_finite(layers: Mapping[str, nn.Module]) -> None:
 
 def tokens_seen(model: nn.Module, layers: Mapping[str, nn.Module], example: object) -> dict[str, int]:
     """The most tokens that each layer sees in a forward pass of the example."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
     def counting(name: str) -> Callable[..., None]:
         def count(_: nn.Module, __: object, output: Tensor) -> None:
-            found[name] = max(found.get(name, 1), output.numel() // len(matrix_of(layers[name])))
+            counts[name] = max(counts.get(name, 1), output.numel() // len(matrix_of(layers[name])))
 
         return count
 
@@ -64,29 +64,29 @@ def tokens_seen(model: nn.Module, layers: Mapping[str, nn.Module], example: obje
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return counts
 
 
 def weights_read(model: nn.Module, example: object) -> list[str]:
     """Names of the stored layers whose weight a forward pass of the example reads."""
-    names = {one: name for name, one in model.named_modules() if isinstance(one, StoredLayer)}
-    with _reads() as found:
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, StoredLayer)}
+    with _reads() as read_layers:
         _run(model, example)
-    return [name for one, name in names.items() if one in found]
+    return [name for layer, name in names.items() if layer in read_layers]
 
 
 @contextmanager
 def _reads() -> Iterator[set[StoredLayer]]:
     """Collect the stored layers whose weight is read."""
-    weight, found = StoredLayer.weight, set[StoredLayer]()
+    weight, read_layers = StoredLayer.weight, set[StoredLayer]()
 
-    def noted(layer: StoredLayer) -> Tensor:
-        found.add(layer)
+    def record(layer: StoredLayer) -> Tensor:
+        read_layers.add(layer)
         return layer.unpacked()
 
-    StoredLayer.weight = property(noted)  # type: ignore[method-assign, assignment]
+    StoredLayer.weight = property(record)  # type: ignore[method-assign, assignment]
     try:
-        yield found
+        yield read_layers
     finally:
         StoredLayer.weight = weight  # type: ignore[method-assign]
 
@@ -180,31 +180,31 @@ class Acceleration:
     @property
     def bytes_before(self) -> int:
         """Bytes of the dense weights of all these layers."""
-        return sum(one.bytes_before for one in self.choices)
+        return sum(choice.bytes_before for choice in self.choices)
 
     @property
     def bytes_after(self) -> int:
         """Bytes of the chosen forms."""
-        return sum(one.bytes_after for one in self.choices)
+        return sum(choice.bytes_after for choice in self.choices)
 
     def __str__(self) -> str:
         """A line for each distinct shape and format, and the totals."""
         groups: dict[tuple[tuple[int, int], str, int], list[Choice]] = {}
-        for one in self.choices:
-            groups.setdefault((one.shape, one.format, one.threads), []).append(one)
+        for choice in self.choices:
+            groups.setdefault((choice.shape, choice.format, choice.threads), []).append(choice)
         lines = [f"Kernels: {self.level}. One product of each layer:"]
-        for (shape, name, threads), found in groups.items():
-            before = sum(one.seconds["dense"] for one in found) / len(found)
-            after = sum(one.seconds[one.format] for one in found) / len(found)
-            zeros = sum(one.sparsity for one in found) / len(found)
+        for (shape, name, threads), group in groups.items():
+            before = sum(choice.seconds["dense"] for choice in group) / len(group)
+            after = sum(choice.seconds[choice.format] for choice in group) / len(group)
+            zeros = sum(choice.sparsity for choice in group) / len(group)
             rows, columns = shape
             shared = f", {threads} thread(s)" if threads else ""
             lines.append(
-                f"  {len(found):3d} x {rows} x {columns}, {zeros:.0%} zeros: {name}{shared}, "
+                f"  {len(group):3d} x {rows} x {columns}, {zeros:.0%} zeros: {name}{shared}, "
                 f"{1e3 * before:.3f} -> {1e3 * after:.3f} ms"
             )
         lines.append(f"Weights of these layers: {self.bytes_before / 1e6:.1f} -> {self.bytes_after / 1e6:.1f} MB.")
-        return "\n".join([*lines, *(f"Note: {one}." for one in self.notes)])
+        return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
 
 
 def accelerate(
@@ -239,11 +239,11 @@ def accelerate(
     """
     device = _require(model, precision, threads)
     storable, notes = replaceable(model)
-    layers = {name: one for name, one in storable.items() if matrix_of(one).numel() >= _SMALLEST}
-    tokens = {name: 1 for name, one in layers.items() if isinstance(one, nn.Linear)} if example is None else {}
+    layers = {name: layer for name, layer in storable.items() if matrix_of(layer).numel() >= _SMALLEST}
+    tokens = {name: 1 for name, layer in layers.items() if isinstance(layer, nn.Linear)} if example is None else {}
     if example is not None:
         tokens = tokens_seen(model, layers, example)
-    layers = {name: one for name, one in layers.items() if name in tokens}
+    layers = {name: layer for name, layer in layers.items() if name in tokens}
     require_finite(layers)
     before = _count_stored(model)
     timings: _Timings | _GpuTimings
@@ -262,15 +262,15 @@ def accelerate(
             read = [name for name in weights_read(model, example) if name in layers]
     for name in read:
         _put(model, name, layers[name])
-        one = choices[name]
-        choices[name] = replace(one, format="dense", threads=1, bytes_after=one.bytes_before, error=0.0)
+        choice = choices[name]
+        choices[name] = replace(choice, format="dense", threads=1, bytes_after=choice.bytes_before, error=0.0)
     notes = [*timings.notes, *notes]
     if before:
         notes.append(f"{before} layers are stored already and stay as they are")
     notes += [f"{len(read)} layers {READ}"] if read else []
     if _count_stored(model):
         refuse_to_save(model)
-    small = sum(matrix_of(one).numel() < _SMALLEST for one in storable.values())
+    small = sum(matrix_of(layer).numel() < _SMALLEST for layer in storable.values())
     if small:
         notes.append(f"{small} layers of fewer than {_SMALLEST:,} weights stay dense, since they gain nothing")
     if device.type == "cpu" and can_fuse(model):
@@ -283,7 +283,7 @@ def accelerate(
 
 def _count_stored(model: nn.Module) -> int:
     """Number of layers that are no longer dense."""
-    return sum(isinstance(one, StoredLinear) or gpu.is_form(one) for one in model.modules())
+    return sum(isinstance(module, StoredLinear) or gpu.is_form(module) for module in model.modules())
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _require(model: nn.Module, precision: str, threads: int | None) -> torch.device:
-    """Check the arguments of `accelerate`, and return the device of the model."""
+    """Raise unless the arguments of `accelerate` are possible; return the device of the model."""
     if not isinstance(model, nn.Module):
         raise ProblemError(
             f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
@@ -313,7 +313,7 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> torch.dev
         raise ProblemError(f"precision must be one of {', '.join(FORMATS_OF)}, got {precision!r}.")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ProblemError(f"threads must be a whole number of at least 1, got {threads!r}.")
-    devices = sorted({str(one.device) for one in model.parameters()})
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or torch.device((devices or ["cpu"])[0]).type not in ("cpu", "cuda"):
         raise ProblemError(
             f"accelerate needs a model on the CPU or on one CUDA device, this one is on {' and '.join(devices)}; "
@@ -328,7 +328,7 @@ class _Timings:
 
     formats: tuple[FormatName, ...]
     threads: list[int]
-    known: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
+    measured: dict[tuple[object, ...], _Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     forms: dict[_Place, StoredLinear] = field(default_factory=dict)
 
@@ -339,9 +339,9 @@ class _Timings:
         if sparsity and gpu.is_two_four(weight) and _ON_A_GPU not in self.notes:
             self.notes.append(_ON_A_GPU)
         key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, type(layer))
-        if key not in self.known:
-            self.known[key] = self._timed(layer, sparsity, tokens)
-        seconds, best, threads, most = self.known[key]
+        if key not in self.measured:
+            self.measured[key] = self._timed(layer, sparsity, tokens)
+        seconds, best, threads, most = self.measured[key]
         form, before = None, _bytes(layer)
         error, after = 0.0, before
         if best != "dense":
@@ -367,13 +367,13 @@ class _Timings:
             for threads in self.threads:
                 for few in {tokens, max(tokens - 1, 1)}:
                     forms[_Way(name, threads, few)] = with_matrix(layer, matrix, threads, few)
-        given = _activations(layer, tokens)
-        seconds = _best_seconds({key: partial(form, given) for key, form in forms.items()})
+        inputs = _activations(layer, tokens)
+        seconds = _best_seconds({key: partial(form, inputs) for key, form in forms.items()})
         near = [key for key, value in seconds.items() if value <= _TIE * min(seconds.values())]
         best = min(near, key=lambda key: (_bytes(forms[key]), seconds[key]))
         most: int | None = None
         if best.format != "dense":
-            counts = [one for one in _COUNTS if (one > tokens) == (best.most == tokens)]
+            counts = [count for count in _COUNTS if (count > tokens) == (best.most == tokens)]
             most = _most_tokens(forms[best], layer, counts, tokens if best.most == tokens else 1)
         least: dict[str, float] = {}
         for way, value in seconds.items():
@@ -386,7 +386,7 @@ class _GpuTimings:
     """Times the candidates on a CUDA device of a compute capability, as `_Timings` does."""
 
     capability: tuple[int, int]
-    known: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
+    measured: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, nn.Module | None]:
@@ -398,9 +398,9 @@ class _GpuTimings:
             makers, notes = gpu.forms(layer, self.capability)
             self.notes += [note for note in notes if note not in self.notes]
         key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, *makers)
-        if key not in self.known:
-            self.known[key] = self._timed(layer, tokens, makers)
-        seconds, best = self.known[key]
+        if key not in self.measured:
+            self.measured[key] = self._timed(layer, tokens, makers)
+        seconds, best = self.measured[key]
         form = makers[best]() if best in makers else None
         after = gpu.bytes_of(form or layer, best, weight)
         shape = (weight.shape[0], weight.shape[1])
@@ -410,11 +410,11 @@ class _GpuTimings:
         self, layer: nn.Module, tokens: int, makers: Mapping[str, Callable[[], nn.Module]]
     ) -> tuple[dict[str, float], str]:
         """Seconds of each candidate, and the best one."""
-        given = _activations(layer, tokens).to(matrix_of(layer).device)
-        forms, notes = gpu.usable(makers, given)
+        inputs = _activations(layer, tokens).to(matrix_of(layer).device)
+        forms, notes = gpu.usable(makers, inputs)
         self.notes += [note for note in notes if note not in self.notes]
         forms = {"dense": layer, **forms}
-        seconds = _best_seconds({which: partial(gpu.waiting, form, given) for which, form in forms.items()})
+        seconds = _best_seconds({which: partial(gpu.waiting, form, inputs) for which, form in forms.items()})
         near = [which for which, value in seconds.items() if value <= _TIE * min(seconds.values())]
         weight = matrix_of(layer)
         return seconds, min(near, key=lambda which: (gpu.bytes_of(forms[which], which, weight), seconds[which]))
@@ -425,9 +425,9 @@ def _most_tokens(form: nn.Module, layer: nn.Module, counts: list[int], least: in
     assert isinstance(form, StoredLinear)
     most = least
     for count in counts:
-        given = _activations(layer, count)
-        ways = {one: with_matrix(layer, form.matrix, form.threads, one) for one in (count, count - 1)}
-        seconds = _best_seconds({one: partial(way, given) for one, way in ways.items()})
+        inputs = _activations(layer, count)
+        ways = {limit: with_matrix(layer, form.matrix, form.threads, limit) for limit in (count, count - 1)}
+        seconds = _best_seconds({limit: partial(way, inputs) for limit, way in ways.items()})
         if seconds[count - 1] < seconds[count]:
             return most
         most = _ANY if count == _COUNTS[-1] else count
@@ -445,27 +445,27 @@ def _bytes(form: nn.Module) -> int:
 def _activations(layer: nn.Module, tokens: int) -> Tensor:
     """Random inputs of a layer."""
     weight = matrix_of(layer)
-    given = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    inputs = torch.randn(tokens, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     if isinstance(layer, nn.Linear):
-        return given
+        return inputs
     strides: tuple[int, ...] = layer.stride  # type: ignore[assignment]
-    spread = given.new_zeros(weight.shape[1], (tokens - 1) * strides[-1] + 1)  # a stride leaves some positions out
-    spread[:, :: strides[-1]] = given.t()
+    spread = inputs.new_zeros(weight.shape[1], (tokens - 1) * strides[-1] + 1)  # a stride leaves some positions out
+    spread[:, :: strides[-1]] = inputs.t()
     return spread.reshape(1, weight.shape[1], *[1] * (len(strides) - 1), -1)
 
 
 @torch.no_grad()
 def _best_seconds(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
     """The least seconds of each call, with all calls in turn."""
-    found = dict.fromkeys(calls, float("inf"))
+    best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()  # compile, and warm the caches
     for _ in _repetitions(calls):
         for key, call in calls.items():
             start = time.perf_counter()
             call()
-            found[key] = min(found[key], time.perf_counter() - start)
-    return found
+            best[key] = min(best[key], time.perf_counter() - start)
+    return best
 
 
 def _repetitions(calls: Mapping[_Key, Callable[[], object]]) -> Iterator[int]:

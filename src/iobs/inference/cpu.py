@@ -32,7 +32,7 @@ def level_of(features: frozenset[str]) -> Level:
 
 @cache
 def has_amx() -> bool:
-    """Check that this process may use AMX beside AVX-512: matrix registers for int8 and bfloat16, on Linux."""
+    """True if this process may use AMX beside AVX-512: matrix registers for int8 and bfloat16, on Linux."""
     if not sys.platform.startswith("linux") or level() != "avx512" or not _features() >= _AMX:
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _REGISTERS) == 0)
@@ -43,8 +43,8 @@ def _features() -> frozenset[str]:
     import llvmlite.binding
     import numba
 
-    named, given = (getattr(numba.config, name) for name in ("CPU_NAME", "CPU_FEATURES"))
-    if named not in (None, "", "host") and not given:
+    cpu_name, listed = (getattr(numba.config, name) for name in ("CPU_NAME", "CPU_FEATURES"))
+    if cpu_name not in (None, "", "host") and not listed:
         return frozenset()  # a CPU by name: its features are not known here
-    listed = given or llvmlite.binding.get_host_cpu_features().flatten()
-    return frozenset(one[1:] for one in listed.split(",") if one.startswith("+"))
+    features = listed or llvmlite.binding.get_host_cpu_features().flatten()
+    return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))

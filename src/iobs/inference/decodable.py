@@ -36,7 +36,7 @@ class Weighted(Protocol):
     weight: Tensor
 
 
-class Table(Protocol):
+class EmbeddingTable(Protocol):
     """An embedding, dense or stored."""
 
     num_embeddings: int
@@ -66,7 +66,7 @@ class Gated(Protocol):
     down_proj: nn.Module
 
 
-class Layer(Protocol):
+class DecoderLayer(Protocol):
     """One decoder layer."""
 
     self_attn: Attention
@@ -78,15 +78,15 @@ class Layer(Protocol):
 class Rotary(Protocol):
     """Rotary embedding: cosines and sines (1, positions, head size)."""
 
-    def __call__(self, given: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute them for positions (1, positions)."""
 
 
 class Body(Protocol):
     """The model without its head."""
 
-    layers: Sequence[Layer]
-    embed_tokens: Table
+    layers: Sequence[DecoderLayer]
+    embed_tokens: EmbeddingTable
     norm: Weighted
     rotary_emb: Rotary
 
@@ -118,7 +118,7 @@ class Output(Protocol):
     logits: Tensor
 
 
-class Model(Protocol):
+class CausalModel(Protocol):
     """The whole model."""
 
     config: Config
@@ -143,41 +143,41 @@ def undecodable(model: nn.Module) -> str | None:
         return f"its compiled step knows {', '.join(_TYPES)}, not {kind or type(model).__name__}"
     if not type(model).__module__.startswith(f"transformers.models.{kind}."):
         return f"its class {type(model).__name__} is not that of transformers, and may compute something else"
-    for name, one in model.named_modules():
-        if name and (changed(one) or not type(one).__module__.startswith(_KNOWN_CODE)):
+    for name, module in model.named_modules():
+        if name and (changed(module) or not type(module).__module__.startswith(_KNOWN_CODE)):
             return f"{name} has a hook, a forward or a class of its own"
     if heard_by_all():
         return "hooks on all modules are registered, which its compiled step would not call"
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not hasattr(model, "lm_head") or not layers:
         return "it has no layers, or no head for text"
-    return _unknown_setting(cast(Model, model)) or _uneven(cast(Model, model))
+    return _unknown_setting(cast(CausalModel, model)) or _uneven(cast(CausalModel, model))
 
 
 def changed(module: nn.Module) -> bool:
-    """Check that a module computes more than its class says: it has a hook or a forward of its own."""
+    """True if a module computes more than its class says: it has a hook or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def heard_by_all() -> bool:
-    """Check for hooks on the forward of all modules, see `torch.nn.modules.module.register_module_forward_hook`."""
+    """True if there are hooks on the forward of all modules: `torch.nn.modules.module.register_module_forward_hook`."""
     return bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
 
 
 def most_tokens(model: nn.Module) -> int:
     """Number of tokens that a Llama-like model attends to at most."""
-    config = cast(Model, model).config
+    config = cast(CausalModel, model).config
     return min(config.max_position_embeddings, window_of(model) or config.max_position_embeddings)
 
 
 def window_of(model: nn.Module) -> int | None:
     """Tokens in the sliding window of a Llama-like model; None: it has none."""
-    config = cast(Model, model).config
+    config = cast(CausalModel, model).config
     slides = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if slides else None
 
 
-def _unknown_setting(model: Model) -> str | None:
+def _unknown_setting(model: CausalModel) -> str | None:
     """The setting of a model of a known type that the compiled step does not know, or None."""
     config = model.config
     if config.hidden_act != "silu":
@@ -190,7 +190,7 @@ def _unknown_setting(model: Model) -> str | None:
     return None
 
 
-def _uneven(model: Model) -> str | None:
+def _uneven(model: CausalModel) -> str | None:
     """The place where widths differ between layers, or from the configuration; None: nowhere.
 
     The compiled step has one vector for the outputs of each kind of matrix, and checks no bounds.
@@ -203,10 +203,10 @@ def _uneven(model: Model) -> str | None:
     attention |= {"k_proj": (keys, hidden), "v_proj": (keys, hidden), "q_norm": (size,), "k_norm": (size,)}
     mlp = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     for number, layer in enumerate(body.layers):
-        for part, wanted in ((layer.self_attn, attention), (layer.mlp, mlp)):
-            found = {name: _shape(getattr(part, name)) for name in wanted if hasattr(part, name)}
-            for name, shape in found.items():
-                if shape != wanted[name]:
+        for part, expected in ((layer.self_attn, attention), (layer.mlp, mlp)):
+            shapes = {name: _shape(getattr(part, name)) for name in expected if hasattr(part, name)}
+            for name, shape in shapes.items():
+                if shape != expected[name]:
                     return f"its layers, or its configuration, differ in width: {name} of layer {number}"
         if layer.self_attn.head_dim != size:
             return f"its layers differ in width: heads of layer {number}"

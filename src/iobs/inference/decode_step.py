@@ -27,7 +27,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this ord
 FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
 
 
-class Network(NamedTuple):
+class DecoderWeights(NamedTuple):
     """Weights and sizes of a network.
 
     Args:
@@ -47,7 +47,7 @@ class Network(NamedTuple):
     scaling: float
 
 
-class Scratch(NamedTuple):
+class StepBuffers(NamedTuple):
     """Memory for the vectors of a step.
 
     Args:
@@ -78,12 +78,12 @@ class Scratch(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None:
-    """Write one matrix times a vector, plus the bias, to `found`; `fields` has the order of `FIELDS`."""
+def _multiply(fields: Value, inputs: Value, result: Value, scratch: Value) -> None:
+    """Write one matrix times a vector, plus the bias, to `result`; `fields` has the order of `FIELDS`."""
     matrix = Addresses(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7])
     wide, rows, code, bias = 64 * fields[7], fields[8], fields[10], fields[11]
-    output = found.ctypes.data
-    vector = given.reshape(1, given.size)
+    output = result.ctypes.data
+    vector = inputs.reshape(1, inputs.size)
     if code >= 3:
         layout = scratch.bytes[:, :wide]
         rounded(vector, layout, scratch.scale, _OFFSET)
@@ -96,7 +96,7 @@ def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None
             bitmask_int4(matrix, tokens, output, 0, 0, rows)
         for row in range(rows):
             correction = read_real(matrix.corrections + 4 * row) if _OFFSET else np.float32(0)
-            found[row] = scratch.scale[0] * (found[row] - correction)
+            result[row] = scratch.scale[0] * (result[row] - correction)
     else:
         copy = scratch.reals[:, :wide]
         tokens = (copy.ctypes.data,)
@@ -111,18 +111,18 @@ def _multiply(fields: Value, given: Value, found: Value, scratch: Value) -> None
             bitmask_bf16(matrix, tokens, output, 0, 0, rows)
     if bias != 0:
         for row in range(rows):
-            found[row] += read_real(bias + 4 * row)
+            result[row] += read_real(bias + 4 * row)
 
 
 @njit(cache=True, nogil=True, fastmath=True)
-def normalise(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
-    """Write given / sqrt(mean(given^2) + epsilon) * scales to `found`."""
+def normalise(vector: Value, scales: Value, epsilon: Value, result: Value) -> None:
+    """Write vector / sqrt(mean(vector^2) + epsilon) * scales to `result`."""
     total = np.float32(0)
-    for column in range(given.size):
-        total += given[column] * given[column]
-    factor = np.float32(1 / np.sqrt(total / given.size + epsilon))
-    for column in range(given.size):
-        found[column] = given[column] * factor * scales[column]
+    for column in range(vector.size):
+        total += vector[column] * vector[column]
+    factor = np.float32(1 / np.sqrt(total / vector.size + epsilon))
+    for column in range(vector.size):
+        result[column] = vector[column] * factor * scales[column]
 
 
 @njit(cache=True, nogil=True)
@@ -181,8 +181,8 @@ def step(
     """Pass the token whose embedding is in `scratch.hidden` through the network.
 
     Args:
-        network: a `Network`.
-        scratch: a `Scratch`.
+        network: a `DecoderWeights`.
+        scratch: a `StepBuffers`.
         keys: (layers, key heads, longest text, head size), float32; position `position` is written.
         values: of the same shape.
         position: of the token.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
-from iobs.inference.decodable import Model, most_tokens, undecodable
-from iobs.inference.decode_step import MATRICES, Network, normalise, rotate
+from iobs.inference.decodable import CausalModel, most_tokens, undecodable
+from iobs.inference.decode_step import MATRICES, DecoderWeights, StepBuffers, normalise, rotate, step
 from iobs.inference.formats import FormatName
+from iobs.inference.kernels_avx512 import CODES
 from iobs.inference.modules import StoredLinear, outputs_of, stored
 from iobs.inference.product import addresses_of
 from iobs.inference.vectors import Value
@@ -28,10 +29,10 @@ _QUERIES = 128  # tokens whose attention is computed at a time: bounds the memor
 
 
 @njit(cache=True, nogil=True)
-def _normalise_rows(given: Value, scales: Value, epsilon: Value, found: Value) -> None:
+def _normalise_rows(vectors: Value, scales: Value, epsilon: Value, result: Value) -> None:
     """Norm of each row of (rows, columns)."""
-    for row in range(given.shape[0]):
-        normalise(given[row], scales, epsilon, found[row])
+    for row in range(vectors.shape[0]):
+        normalise(vectors[row], scales, epsilon, result[row])
 
 
 @njit(cache=True, nogil=True)
@@ -43,7 +44,7 @@ def _rotate_tokens(vectors: Value, cosines: Value, sines: Value) -> None:
 
 @torch.no_grad()
 def read_prompt(
-    network: Network,
+    network: DecoderWeights,
     modules: Sequence[StoredLinear],
     hidden: Reals,
     keys: Reals,
@@ -62,11 +63,11 @@ def read_prompt(
     """
     layers, heads, _, size = keys.shape
     count, normed = len(hidden), np.empty_like(hidden)
-    stream, given = torch.from_numpy(hidden), torch.from_numpy(normed)
+    stream, inputs = torch.from_numpy(hidden), torch.from_numpy(normed)
     for layer in range(layers):
         query, key, value, output, gate, up, down = modules[len(MATRICES) * layer :][: len(MATRICES)]
         _normalise_rows(hidden, network.norms[2 * layer], network.epsilon, normed)
-        queries, new_keys, new_values = (one.numpy() for one in outputs_of((query, key, value), given))
+        queries, new_keys, new_values = (product.numpy() for product in outputs_of((query, key, value), inputs))
         if len(network.head_norms):
             for number, vectors in enumerate((queries, new_keys)):
                 flat = vectors.reshape(-1, size)
@@ -78,10 +79,10 @@ def read_prompt(
         past = torch.from_numpy(keys[layer, :, :count]), torch.from_numpy(values[layer, :, :count])
         stream += output(_attend(torch.from_numpy(queries), past, network.scaling))
         _normalise_rows(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
-        gates, ups = outputs_of((gate, up), given)
+        gates, ups = outputs_of((gate, up), inputs)
         stream += down(torch.nn.functional.silu(gates, inplace=True).mul_(ups))
     _normalise_rows(hidden[-1:], network.norms[2 * layers], network.epsilon, normed[-1:])
-    logits: Reals = modules[-1](given[-1:])[0].numpy()
+    logits: Reals = modules[-1](inputs[-1:])[0].numpy()
     return logits
 
 
@@ -95,7 +96,7 @@ def _attend(queries: Tensor, past: tuple[Tensor, Tensor], scaling: float) -> Ten
     """
     keys, values = past
     heads, count, size = keys.shape
-    found = torch.empty_like(queries)
+    result = torch.empty_like(queries)
     grouped = queries.view(count, heads, -1, size)
     for first in range(0, count, _QUERIES):
         last = min(first + _QUERIES, count)
@@ -106,22 +107,21 @@ def _attend(queries: Tensor, past: tuple[Tensor, Tensor], scaling: float) -> Ten
         scores.view(heads, -1, last - first, last).masked_fill_(later, -torch.inf)
         shares = torch.softmax(scores, 2, out=scores)
         mixed = torch.bmm(shares, values[:, :last]).view(some.shape)
-        found.view(count, heads, -1, size)[first:last] = mixed.permute(2, 0, 1, 3)
-    return found
+        result.view(count, heads, -1, size)[first:last] = mixed.permute(2, 0, 1, 3)
+    return result
 
 
-if TYPE_CHECKING:
-    from iobs.inference.decode_step import Network, Scratch
+# ---- The decoder: its memory, and its loop over new tokens
 
 Bytes = NDArray[np.uint8]
 LONGEST = 2048  # tokens of a text, unless more are asked for
 
 
 def require_prompt(prompt: Tensor) -> None:
-    """Check the shape of a prompt.
+    """Raise unless a prompt has the shape (1, length).
 
     Raises:
-        ProblemError: it is empty, or of another shape than (1, length).
+        ProblemError: it is empty, or of another shape.
     """
     if prompt.ndim != 2 or prompt.shape[0] != 1 or not prompt.shape[1]:
         raise ProblemError(f"The prompt must be ids of shape (1, length), got {tuple(prompt.shape)}.")
@@ -149,7 +149,7 @@ class Decoder:
         reason = undecodable(model)
         if reason is not None:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
-        self.model = cast(Model, model)
+        self.model = cast(CausalModel, model)
         config = self.model.config
         most = most_tokens(model)
         self.longest = min(most, LONGEST) if longest is None else longest
@@ -178,13 +178,13 @@ class Decoder:
 
         They are layers that were dense, biases in float32, tables of kernels, norms, rotations and scratch.
         """
-        arrays = [one for one in (*self._network, *self._scratch) if isinstance(one, np.ndarray)]
-        sizes = {one.ctypes.data: one.nbytes for one in (*arrays, self._cosines, self._sines, self._logits)}
-        for one in self._kept:
-            place = one.data_ptr() if isinstance(one, Tensor) else one.ctypes.data
-            sizes[place] = one.nbytes
+        arrays = [value for value in (*self._network, *self._scratch) if isinstance(value, np.ndarray)]
+        sizes = {array.ctypes.data: array.nbytes for array in (*arrays, self._cosines, self._sines, self._logits)}
+        for kept in self._kept:
+            place = kept.data_ptr() if isinstance(kept, Tensor) else kept.ctypes.data
+            sizes[place] = kept.nbytes
         module = cast(nn.Module, self.model)
-        of_model = {one.data_ptr() for one in (*module.parameters(), *module.buffers())}
+        of_model = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         return sum(size for place, size in sizes.items() if place not in of_model)
 
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:
@@ -222,8 +222,6 @@ class Decoder:
         Raises:
             ProblemError: the token is none of the vocabulary, or the position lies outside of keys and values.
         """
-        from iobs.inference.decode_step import step
-
         room = min(keys.shape[2], values.shape[2], self.longest)
         if not 0 <= position < room or not 0 <= token < self.model.model.embed_tokens.num_embeddings:
             raise ProblemError(
@@ -238,8 +236,6 @@ class Decoder:
     @torch.no_grad()
     def _prefill(self, prompt: Tensor) -> tuple[Reals, Reals, Reals]:
         """Keys and values of the prompt, with room for the answer, and the logits after it."""
-        from iobs.inference.decoder import read_prompt
-
         layers, config, count = self.model.model.layers, self.model.config, prompt.shape[1]
         shape = (len(layers), config.num_key_value_heads, self.longest, layers[0].self_attn.head_dim)
         keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -247,16 +243,14 @@ class Decoder:
             hidden = self.model.model.embed_tokens(prompt[0]).float().contiguous().numpy()
             rotation = self._cosines[:count], self._sines[:count]
             return keys, values, read_prompt(self._network, self._stored, hidden, keys, values, rotation)
-        found = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-        for number, layer in enumerate(found.past_key_values.layers):
+        output = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        for number, layer in enumerate(output.past_key_values.layers):
             keys[number, :, :count] = layer.keys[0].float().numpy()
             values[number, :, :count] = layer.values[0].float().numpy()
-        return keys, values, found.logits[0, -1].float().numpy()
+        return keys, values, output.logits[0, -1].float().numpy()
 
-    def _read(self, form: FormatName) -> Network:
+    def _read(self, form: FormatName) -> DecoderWeights:
         """The weights of the model, as the compiled step reads them."""
-        from iobs.inference.decode_step import Network
-
         config, body = self.model.config, self.model.model
         matrices: list[list[int]] = []
         norms: list[Tensor] = []
@@ -270,7 +264,7 @@ class Decoder:
                 head_norms += [attention.q_norm.weight, attention.k_norm.weight]
         matrices.append(self._fields(self.model.lm_head, form))
         none = np.zeros((0, attention.head_dim), np.float32)
-        return Network(
+        return DecoderWeights(
             np.array(matrices, np.int64),
             torch.stack([*norms, body.norm.weight]).float().numpy(),
             torch.stack(head_norms).float().numpy() if head_norms else none,
@@ -281,8 +275,6 @@ class Decoder:
 
     def _fields(self, layer: nn.Module, form: FormatName) -> list[int]:
         """The fields of one matrix for the compiled step."""
-        from iobs.inference.kernels_avx512 import CODES
-
         module = layer if isinstance(layer, StoredLinear) else stored(layer, form)
         matrix = module.matrix
         addresses, kept = addresses_of(matrix, cpu.level())
@@ -292,10 +284,8 @@ class Decoder:
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
 
-    def _memory(self) -> Scratch:
+    def _memory(self) -> StepBuffers:
         """Memory for the vectors of a step."""
-        from iobs.inference.decode_step import Scratch
-
         matrices = self._network.matrices
         rows, widest = matrices[:, 8], 64 * int(matrices[:, 7].max())
 
@@ -306,4 +296,4 @@ class Decoder:
         queries, keys, values, gate, up = (vector(rows[part]) for part in (0, 1, 2, 4, 5))
         reals, narrow = np.zeros((1, widest), np.float32), np.zeros((1, widest), np.uint8)
         vectors = (vector(hidden), vector(hidden), queries, keys, values, gate, up)
-        return Scratch(*vectors, reals, narrow, vector(1), vector(self.longest))
+        return StepBuffers(*vectors, reals, narrow, vector(1), vector(self.longest))

@@ -75,13 +75,13 @@ def gather(builder: Code, _: Code, base: Code, columns: Code) -> Code:
 def write_widened(builder: Code, _: Code, address: Code, values: Code) -> None:
     """Store 32 bfloat16 values as float32."""
     words, reals = ir.VectorType(_WORD, 32), ir.VectorType(_REAL, 32)
-    found = builder.bitcast(builder.shl(builder.zext(values, words), _constant(words, 16)), reals)
-    builder.store(found, builder.inttoptr(address, reals.as_pointer()), align=4)
+    widened = builder.bitcast(builder.shl(builder.zext(values, words), _constant(words, 16)), reals)
+    builder.store(widened, builder.inttoptr(address, reals.as_pointer()), align=4)
 
 
 @operation(types.void, Address, I8x64, types.float32)
 def write_scaled(builder: Code, _: Code, address: Code, values: Code, scale: Code) -> None:
     """Store 64 int8 values times a scale as float32."""
     reals = ir.VectorType(_REAL, 64)
-    found = builder.fmul(builder.sitofp(values, reals), _splat(builder, scale, 64))
-    builder.store(found, builder.inttoptr(address, reals.as_pointer()), align=4)
+    scaled = builder.fmul(builder.sitofp(values, reals), _splat(builder, scale, 64))
+    builder.store(scaled, builder.inttoptr(address, reals.as_pointer()), align=4)

@@ -69,7 +69,7 @@ class StoredMatrix:
 
     @property
     def quantised(self) -> bool:
-        """Check that activations are rounded to 8 bits in a product."""
+        """True if activations are rounded to 8 bits in a product."""
         return self.format in ("int8", "bitmask-int8", "bitmask-int4")
 
     def to_dense(self, first: int = 0, last: int | None = None) -> Tensor:
@@ -88,15 +88,15 @@ class StoredMatrix:
         mask = self._mask(first, last)
         begin, end = int(tensors["starts"][first]), int(tensors["starts"][last])
         stored = tensors["values"][begin:end]
-        found = torch.zeros(count, wide)
+        dense = torch.zeros(count, wide)
         if self.format == "bitmask-bf16":
-            found[mask] = stored.view(torch.bfloat16).float()
-            return found[:, : self.columns].contiguous()
+            dense[mask] = stored.view(torch.bfloat16).float()
+            return dense[:, : self.columns].contiguous()
         if self.format == "bitmask-int8":
-            found[mask] = stored.view(torch.int8).float()
+            dense[mask] = stored.view(torch.int8).float()
         else:
-            found[mask] = tensors["levels"].float()[self._codes(mask, stored)]
-        return self._scaled(found, first, last)
+            dense[mask] = tensors["levels"].float()[self._codes(mask, stored)]
+        return self._scaled(dense, first, last)
 
     def rows_of(self, numbers: Tensor) -> Tensor:
         """Some rows as float32, (count, columns).
@@ -119,7 +119,7 @@ class StoredMatrix:
         different, places = torch.unique(numbers, return_inverse=True)
         if not len(different):
             return torch.zeros(0, self.columns)
-        return torch.cat([self.to_dense(one, one + 1) for one in different.tolist()])[places]
+        return torch.cat([self.to_dense(row, row + 1) for row in different.tolist()])[places]
 
     def _mask(self, first: int, last: int) -> Tensor:
         """The mask of some rows, (last - first, filled columns)."""
@@ -145,8 +145,8 @@ class StoredMatrix:
         values = self.tensors["values"][2 * begin : 2 * end].view(torch.bfloat16).float()
         columns = self.tensors["indices"][begin:end].long() & 0xFFFF
         row = torch.repeat_interleave(torch.arange(last - first), starts.diff())
-        found = torch.zeros(last - first, self.columns)
-        return found.index_put_((row, columns), values, accumulate=True)  # fillers add zero
+        dense = torch.zeros(last - first, self.columns)
+        return dense.index_put_((row, columns), values, accumulate=True)  # fillers add zero
 
 
 def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
@@ -286,13 +286,13 @@ def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor, levels: Tensor) -> d
     place = (2 * begins[:, None] + mask.view(-1, BLOCK).cumsum(1) - 1)[mask.view(-1, BLOCK)]
     halves = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8)
     halves[place] = codes[mask]
-    found = torch.where(mask, levels.float()[codes.long()], torch.zeros(()))
+    rounded = torch.where(mask, levels.float()[codes.long()], torch.zeros(()))
     return {
         "mask": _words(mask),
         "values": _bytes(halves[::2] | (halves[1::2] << 4)),
         "starts": _starts(sizes.view(len(wide), -1).sum(1)),
         "scales": scales,
-        "corrections": _corrections(found, scales),
+        "corrections": _corrections(rounded, scales),
         "levels": levels,
     }
 
@@ -337,7 +337,7 @@ def _indexed(dense: Tensor) -> StoredMatrix:
 
 
 def require_valid(matrix: StoredMatrix) -> None:
-    """Check contents of unknown origin, so that no kernel reads outside them.
+    """Raise unless a matrix of unknown origin is sound, so that no kernel reads outside its tensors.
 
     Raises:
         ModelError: a tensor is missing, has another shape or dtype, or the parts do not agree.
@@ -347,7 +347,7 @@ def require_valid(matrix: StoredMatrix) -> None:
         if not holds:
             raise ModelError(f"The stored matrix is damaged ({what}); store it again.")
 
-    rows, blocks, given = matrix.rows, matrix.blocks, matrix.tensors
+    rows, blocks, tensors = matrix.rows, matrix.blocks, matrix.tensors
     indexed = matrix.format == "index-bf16" and matrix.columns > MOST_COLUMNS
     require(matrix.format in FORMATS and rows > 0 and matrix.columns > 0 and not indexed, "its format or shape")
     masked = matrix.format.startswith("bitmask")
@@ -362,30 +362,30 @@ def require_valid(matrix: StoredMatrix) -> None:
         shapes["levels"] = (torch.int8, (_LEVELS,))
     if matrix.format == "index-bf16":
         shapes["indices"] = (torch.int16, None)
-    require(set(given) == set(shapes), "its parts")
+    require(set(tensors) == set(shapes), "its parts")
     for name, (dtype, shape) in shapes.items():
-        one = given[name]
-        fits = one.ndim == 1 if shape is None else tuple(one.shape) == shape
-        require(one.dtype == dtype and fits and one.is_contiguous() and one.device.type == "cpu", name)
-    length = len(given["values"]) - PADDING
+        tensor = tensors[name]
+        fits = tensor.ndim == 1 if shape is None else tuple(tensor.shape) == shape
+        require(tensor.dtype == dtype and fits and tensor.is_contiguous() and tensor.device.type == "cpu", name)
+    length = len(tensors["values"]) - PADDING
     if "starts" not in shapes:
         require(length == rows * blocks * BLOCK * (2 if matrix.format == "bf16" else 1), "values")
         return
-    starts = given["starts"]
+    starts = tensors["starts"]
     inside = bool(((starts >= 0) & (starts <= length)).all())  # else differences could overflow
     require(inside and starts[0] == 0 and starts[-1] == length and bool((starts.diff() >= 0).all()), "starts")
     if masked:
-        words = given["mask"].numpy().view(np.uint8).reshape(rows, blocks, 8)
+        words = tensors["mask"].numpy().view(np.uint8).reshape(rows, blocks, 8)
         counts = torch.from_numpy(_ONES[words].sum(2, dtype=np.int64))
         sizes = (counts + 1) // 2 if matrix.format == "bitmask-int4" else counts
         sizes = 2 * sizes if matrix.format == "bitmask-bf16" else sizes
         require(torch.equal(sizes.sum(1), starts.diff()), "the mask and the starts")
         return
     require(bool((starts % (2 * _INDEX_STEP) == 0).all()), "starts")
-    require(2 * (len(given["indices"]) - PADDING // 2) == length, "indices")
-    columns = given["indices"].long() & 0xFFFF
+    require(2 * (len(tensors["indices"]) - PADDING // 2) == length, "indices")
+    columns = tensors["indices"].long() & 0xFFFF
     require(int(columns.max()) < matrix.columns, "indices")
-    entries = given["values"][:length].view(torch.int16) != 0  # of the bits, as in kernels: -0.0 is no filler
+    entries = tensors["values"][:length].view(torch.int16) != 0  # of the bits, as in kernels: -0.0 is no filler
     row = torch.repeat_interleave(torch.arange(rows), starts.diff() // 2)
     places = (row * MOST_COLUMNS + columns[: length // 2])[entries]
     require(bool((places.diff() > 0).all()), "indices")  # the columns of a row ascend

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.decodable import Cache, CachedLayer, Model, changed, heard_by_all, most_tokens, undecodable
+from iobs.inference.decodable import Cache, CachedLayer, CausalModel, changed, heard_by_all, most_tokens, undecodable
 from iobs.inference.decoder import LONGEST, Decoder, Reals
 from iobs.inference.modules import StoredLinear
 
@@ -47,13 +47,13 @@ class _Session:
     count: int
 
     def holds(self, cache: Cache, position: int) -> bool:
-        """Check that the cache still has the first `position` keys and values of this session, and room is left."""
+        """True if the cache still has the first `position` keys and values of this session, and room is left."""
         if self.cache() is not cache or position == self.decoder.longest:
             return False
         return all(
-            one.data_ptr() == own.ctypes.data + number * own.strides[0] and one.shape[-2] == position
+            cached.data_ptr() == memory.ctypes.data + number * memory.strides[0] and cached.shape[-2] == position
             for number, layer in enumerate(cache.layers)
-            for one, own in ((layer.keys, self.keys), (layer.values, self.values))
+            for cached, memory in ((layer.keys, self.keys), (layer.values, self.values))
         )
 
     def step(self, token: int, position: int) -> Reals:
@@ -99,41 +99,42 @@ class FusedForward:
         # The memory of a text belongs to this copy.
         return {**self.__dict__, "_session": None}
 
-    def __call__(self, *args: object, **given: object) -> object:
+    def __call__(self, *args: object, **keywords: object) -> object:
         """One forward, with the arguments and the result of the model's own."""
         if torch.compiler.is_compiling():
-            return type(self.model).forward(self.model, *args, **given)
-        named = dict(zip(self.__signature__.parameters, args)) | given  # noqa: B905 - too many are the model's error
+            return type(self.model).forward(self.model, *args, **keywords)
+        by_position = dict(zip(self.__signature__.parameters, args))  # noqa: B905 - too many are the model's error
+        named = by_position | keywords
         ids, cache = named.get("input_ids"), cast(Cache, named.get("past_key_values"))
         position = None if self._result is None else self._position(named)
         session = None if position is None else self._session_at(cache, position)
         if position is None or session is None:
             self._leave(cache)
-            found = type(self.model).forward(self.model, *args, **given)
-            self._result = type(found) if hasattr(found, "past_key_values") else self._result
-            return found
+            result = type(self.model).forward(self.model, *args, **keywords)
+            self._result = type(result) if hasattr(result, "past_key_values") else self._result
+            return result
         logits = session.step(int(cast(Tensor, ids)), position)
         session.write(cache)
         assert self._result is not None
-        dtype = cast(Model, self.model).model.norm.weight.dtype
+        dtype = cast(CausalModel, self.model).model.norm.weight.dtype
         return self._result(logits=torch.from_numpy(logits.copy())[None, None].to(dtype), past_key_values=cache)
 
-    def _position(self, given: dict[str, object]) -> int | None:
+    def _position(self, arguments: dict[str, object]) -> int | None:
         """The position of the new token; None if the model itself must compute this forward."""
-        ids = given.get("input_ids")
+        ids = arguments.get("input_ids")
         if torch.is_grad_enabled() or not isinstance(ids, Tensor) or ids.shape != (1, 1):
             return None
-        position = _cached(given.get("past_key_values"))
-        if not 0 < position < most_tokens(self.model) or any(given.get(name) is False for name in _PLAIN):
+        position = _cached(arguments.get("past_key_values"))
+        if not 0 < position < most_tokens(self.model) or any(arguments.get(name) is False for name in _PLAIN):
             return None
-        mask, places = given.get("attention_mask"), given.get("position_ids")
+        mask, places = arguments.get("attention_mask"), arguments.get("position_ids")
         if not (mask is None or (isinstance(mask, Tensor) and mask.shape == (1, position + 1) and bool(mask.all()))):
             return None
         if not (places is None or (isinstance(places, Tensor) and places.numel() == 1 and int(places) == position)):
             return None
-        if any(value is not None and value is not False for name, value in given.items() if name not in _KNOWN):
+        if any(value is not None and value is not False for name, value in arguments.items() if name not in _KNOWN):
             return None
-        config = cast(Model, self.model).config
+        config = cast(CausalModel, self.model).config
         return None if config.output_attentions or config.output_hidden_states else position
 
     def _session_at(self, cache: Cache, position: int) -> _Session | None:
@@ -142,8 +143,8 @@ class FusedForward:
             return None
         session = self._session
         if session is not None and session.holds(cache, position):
-            return None if any(changed(one) or one.training for one in session.inside) else session
-        if not _computable(self.model) or any(one.training for one in self.model.modules()):
+            return None if any(changed(module) or module.training for module in session.inside) else session
+        if not _computable(self.model) or any(module.training for module in self.model.modules()):
             return None
         self._session = self._begin(cache, position)
         return self._session
@@ -158,7 +159,7 @@ class FusedForward:
         for number, layer in enumerate(cache.layers):
             keys[number, :, :position] = layer.keys[0].float().numpy()
             values[number, :, :position] = layer.values[0].float().numpy()
-        inside = [one for one in self.model.modules() if one is not self.model]
+        inside = [module for module in self.model.modules() if module is not self.model]
         return _Session(weakref.ref(cache, self._forget), decoder, inside, keys, values, position)
 
     def _decoder(self, position: int) -> Decoder:
@@ -180,21 +181,21 @@ class FusedForward:
         """End the session, and give the model keys and values in its own dtype."""
         self._session = None
         for layer in _layers(cache):
-            layer.keys, layer.values = (one.to(layer.dtype) for one in (layer.keys, layer.values))
+            layer.keys, layer.values = (tensor.to(layer.dtype) for tensor in (layer.keys, layer.values))
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """Check that a model is Llama-like, and that all its matrices are stored for one thread."""
+    """True if a model is Llama-like, and that all its matrices are stored for one thread."""
     return "forward" not in vars(model) and _computable(model)
 
 
 def _computable(model: nn.Module) -> bool:
-    """Check that the compiled step computes what the modules do: the same matrices, by as many threads."""
+    """True if the compiled step computes what the modules do: the same matrices, by as many threads."""
     if undecodable(model) is not None:
         return False
-    parts = (*cast(nn.Module, cast(Model, model).model).modules(), cast(Model, model).lm_head)
-    linear = [one for one in parts if isinstance(one, (nn.Linear, StoredLinear))]
-    return all(isinstance(one, StoredLinear) and one.threads == 1 for one in linear)
+    parts = (*cast(nn.Module, cast(CausalModel, model).model).modules(), cast(CausalModel, model).lm_head)
+    linear = [module for module in parts if isinstance(module, (nn.Linear, StoredLinear))]
+    return all(isinstance(module, StoredLinear) and module.threads == 1 for module in linear)
 
 
 def fuse(model: nn.Module) -> None:
@@ -205,13 +206,13 @@ def fuse(model: nn.Module) -> None:
 def _layers(cache: object) -> Sequence[CachedLayer]:
     """The layers of a cache that holds keys and values unrounded; none of another kind of cache."""
     layers: Sequence[CachedLayer] = getattr(cache, "layers", ())
-    plain = all(type(one).__name__ in _PLAIN_CACHES and one.is_initialized for one in layers)
+    plain = all(type(layer).__name__ in _PLAIN_CACHES and layer.is_initialized for layer in layers)
     return layers if plain else ()
 
 
 def _cached(cache: object) -> int:
     """Number of tokens in a cache of one text; 0 for another kind of cache, or if the next token is out of a window."""
-    lengths = {_held(one) for one in _layers(cache)}
+    lengths = {_held(layer) for layer in _layers(cache)}
     return lengths.pop() if len(lengths) == 1 else 0
 
 

@@ -39,12 +39,12 @@ def generated(
 
 def _by_modules(model: nn.Module, prompt: Tensor, tokens: int, stop: tuple[int, ...]) -> Iterator[int]:
     """Tokens computed by the modules of the model."""
-    given, past = prompt, None
+    ids, past = prompt, None
     for _ in range(tokens):
         with torch.no_grad():
-            found = model(input_ids=given, past_key_values=past, use_cache=True, logits_to_keep=1)
-        token, past = int(found.logits[0, -1].argmax()), found.past_key_values
+            output = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        token, past = int(output.logits[0, -1].argmax()), output.past_key_values
         yield token
         if token in stop:
             return
-        given = torch.tensor([[token]], device=prompt.device)
+        ids = torch.tensor([[token]], device=prompt.device)

@@ -18,7 +18,7 @@ _NO_OFFSETS_BELOW = 0.4  # share of zeros; below it there is too little to gain
 
 
 def is_two_four(weight: Tensor) -> bool:
-    """Check that each 4 neighbours of a row hold at most 2 non-zero entries."""
+    """True if each 4 neighbours of a row hold at most 2 non-zero entries."""
     if weight.ndim != 2 or weight.shape[1] % 4:
         return False
     return bool(((weight.reshape(-1, 4) != 0).sum(1) <= 2).all())
@@ -53,7 +53,7 @@ def semi_structured(layer: nn.Linear) -> nn.Linear:
 
 
 def is_form(module: nn.Module) -> bool:
-    """Check that a module is one of the forms already."""
+    """True if a module is one of the forms already."""
     weight = module._parameters.get("weight")
     return isinstance(module, OffsetLinear) or isinstance(weight, torch.sparse.SparseSemiStructuredTensor)
 
@@ -75,19 +75,19 @@ def forms(layer: nn.Linear, capability: tuple[int, int]) -> tuple[dict[str, Call
         capability: compute capability of the device.
     """
     weight, notes = layer.weight.detach(), []
-    found: dict[str, Callable[[], nn.Module]] = {}
+    makers: dict[str, Callable[[], nn.Module]] = {}
     if is_two_four(weight) and bool((weight == 0).any()):
         reason = no_two_four(weight, capability)
         if reason is None:
-            found["2:4"] = lambda: semi_structured(layer)
+            makers["2:4"] = lambda: semi_structured(layer)
         else:
             notes.append(reason)
     if float((weight == 0).float().mean()) >= _NO_OFFSETS_BELOW:
         if importlib.util.find_spec("triton") is None:
             notes.append("products with zeros left out need triton on a GPU: pip install triton")
         else:
-            found["offsets"] = lambda: OffsetLinear(layer)
-    return found, notes
+            makers["offsets"] = lambda: OffsetLinear(layer)
+    return makers, notes
 
 
 def reason(error: Exception) -> str:
@@ -96,23 +96,23 @@ def reason(error: Exception) -> str:
     return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]
 
 
-def usable(makers: Mapping[str, Callable[[], nn.Module]], given: Tensor) -> tuple[dict[str, nn.Module], list[str]]:
+def usable(makers: Mapping[str, Callable[[], nn.Module]], inputs: Tensor) -> tuple[dict[str, nn.Module], list[str]]:
     """The forms that run on this device, and notes on the others: torch may be built without their kernels."""
-    found: dict[str, nn.Module] = {}
+    running: dict[str, nn.Module] = {}
     notes: list[str] = []
     for name, make in makers.items():
         try:
             form = make()
-            form(given)
+            form(inputs)
         except Exception as error:  # compilers and libraries of the device raise errors of their own kinds
             notes.append(f"{name} does not run here ({reason(error)})")
         else:
-            found[name] = form
-    return found, notes
+            running[name] = form
+    return running, notes
 
 
-def waiting(form: nn.Module, given: Tensor) -> Tensor:
+def waiting(form: nn.Module, inputs: Tensor) -> Tensor:
     """The output of a form, when the device has computed it."""
-    found: Tensor = form(given)
-    torch.cuda.synchronize(given.device)
-    return found
+    output: Tensor = form(inputs)
+    torch.cuda.synchronize(inputs.device)
+    return output

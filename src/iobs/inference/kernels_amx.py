@@ -59,17 +59,18 @@ _BYTE, _LONG, _REAL = ir.IntType(8), ir.IntType(64), ir.FloatType()
 
 def settings() -> NDArray[np.uint8]:
     """The 64 bytes that `configure` reads: 8 registers of 16 rows of 64 bytes."""
-    found = np.zeros(64, np.uint8)
-    found[0] = 1  # the only layout of this table
-    found.view(np.uint16)[8:16] = 64
-    found[48:56] = SIDE
-    return found
+    table = np.zeros(64, np.uint8)
+    table[0] = 1  # the only layout of this table
+    table.view(np.uint16)[8:16] = 64
+    table[48:56] = SIDE
+    return table
 
 
 def _run(builder: Code, name: str, values: list[Code]) -> None:
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-    found = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")  # type: ignore[no-untyped-call]
-    builder.call(found, values)
+    module = builder.module
+    function = cgutils.get_or_insert_function(module, kind, f"llvm.x86.{name}")  # type: ignore[no-untyped-call]
+    builder.call(function, values)
 
 
 def _place(builder: Code, address: Code, offset: int = 0) -> Code:
@@ -148,9 +149,9 @@ def add_square(builder: Code, _: Code, integers: Code, reals: Code, scales: Code
         scale = splat(builder, read(builder, builder.add(scales, _LONG(4 * row)), _REAL, 4), SIDE)
         for offset in (4 * STRIP * row, 4 * STRIP * row + 64):
             place = builder.add(reals, _LONG(offset))
-            given = builder.sitofp(read(builder, builder.add(integers, _LONG(offset)), I32x16.llvm, 64), F32x16.llvm)
+            addends = builder.sitofp(read(builder, builder.add(integers, _LONG(offset)), I32x16.llvm, 64), F32x16.llvm)
             old = read(builder, place, F32x16.llvm, 64)
-            _write(builder, place, 0, call(builder, "llvm.fma.v16f32", old.type, [given, scale, old]), 64)
+            _write(builder, place, 0, call(builder, "llvm.fma.v16f32", old.type, [addends, scale, old]), 64)
 
 
 @operation(types.void, Address, Address, Address, Address, Address)
@@ -169,9 +170,9 @@ def write_turned(
     factors = read(builder, scales, F32x16.llvm)
     rows = []
     for row in range(SIDE):
-        given = read(builder, builder.add(reals, _LONG(4 * STRIP * row)), F32x16.llvm, 64)
+        sums = read(builder, builder.add(reals, _LONG(4 * STRIP * row)), F32x16.llvm, 64)
         less = splat(builder, read(builder, builder.add(corrections, _LONG(4 * row)), _REAL, 4), SIDE)
-        rows.append(builder.fmul(builder.fsub(given, less), factors))
+        rows.append(builder.fmul(builder.fsub(sums, less), factors))
     half = SIDE // 2
     orders = [[start + number // 2 + SIDE * (number % 2) for number in range(SIDE)] for start in (0, half)]
     kind = ir.VectorType(ir.IntType(32), SIDE)
@@ -211,7 +212,7 @@ _SETTINGS = settings()
 _BYTES_A_GROUP = {False: 8 * REGISTER, True: 4 * REGISTER}  # of 32 dense rows, by quantised
 
 
-class Scratch(NamedTuple):
+class TileBuffers(NamedTuple):
     """Memory of one thread.
 
     Args:
@@ -232,7 +233,7 @@ class Scratch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Activations as the kernels read them, in memory of a thread that its next call of `laid_out` writes again.
+    """Activations as the kernels read them, in memory of a thread that its next call of `lay_out` writes again.
 
     Args:
         place: address of the activations in the order of `in_registers`.
@@ -247,7 +248,7 @@ class Layout(NamedTuple):
     scales: NDArray[np.float32]
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """Activations and output of a kernel.
 
     Args:
@@ -255,32 +256,32 @@ class Given(NamedTuple):
         pairs: see `Layout`.
         scales: see `Layout`.
         corrections: (rows) float32, subtracted from the sums of each row.
-        found: (tokens, rows) float32, written.
+        output: (tokens, rows) float32, written.
     """
 
     place: int
     pairs: int
     scales: NDArray[np.float32]
     corrections: NDArray[np.float32]
-    found: NDArray[np.float32]
+    output: NDArray[np.float32]
 
 
-def laid_out(given: Tensor, blocks: int, quantised: bool) -> Layout:
+def lay_out(inputs: Tensor, blocks: int, quantised: bool) -> Layout:
     """Lay out activations for matrices with `blocks` words of mask in a row.
 
     Args:
-        given: float32 (tokens, columns), contiguous.
+        inputs: float32 (tokens, columns), contiguous.
         blocks: words of 64 columns.
         quantised: round to 8 bits, else to bfloat16.
     """
-    (count, columns), pairs, wide = given.shape, -(-len(given) // STRIP), 64 * blocks
+    (count, columns), pairs, wide = inputs.shape, -(-len(inputs) // STRIP), 64 * blocks
     scales = np.ones(STRIP * pairs, np.float32)
     kind = torch.uint8 if quantised else torch.bfloat16
     layout = torch.from_numpy(_memory("layout", (STRIP * pairs, wide * kind.itemsize), np.uint8)).view(kind)
     if quantised:
-        activations.rounded(given.numpy(), layout[:count].numpy(), scales)
+        activations.rounded(inputs.numpy(), layout[:count].numpy(), scales)
     else:
-        layout[:count, :columns] = given
+        layout[:count, :columns] = inputs
         layout[:count, columns:] = 0
     layout[count:] = 0
     words = layout.view(torch.int32)
@@ -289,11 +290,11 @@ def laid_out(given: Tensor, blocks: int, quantised: bool) -> Layout:
     return Layout(placed.data_ptr(), count, pairs, scales)
 
 
-def work_of(layout: Layout, matrix: StoredMatrix) -> Given:
+def operands_of(layout: Layout, matrix: StoredMatrix) -> Operands:
     """Activations and a new output for one matrix."""
     less = matrix.tensors["corrections"].numpy() if matrix.quantised else np.zeros(matrix.rows, np.float32)
-    found = np.empty((layout.tokens, matrix.rows), np.float32)
-    return Given(layout.place, layout.pairs, layout.scales, less, found)
+    output = np.empty((layout.tokens, matrix.rows), np.float32)
+    return Operands(layout.place, layout.pairs, layout.scales, less, output)
 
 
 def in_registers(words: Tensor) -> Tensor:
@@ -305,9 +306,9 @@ def in_registers(words: Tensor) -> Tensor:
     return words.view(len(words) // SIDE, SIDE, -1, SIDE).permute(0, 2, 3, 1)
 
 
-def scratch_for(matrix: StoredMatrix, pairs: int) -> Scratch:
+def scratch_for(matrix: StoredMatrix, pairs: int) -> TileBuffers:
     """Memory for one thread."""
-    return Scratch(
+    return TileBuffers(
         _memory("dense", (ROWS // STRIP * _PIECE * _BYTES_A_GROUP[matrix.quantised],), np.uint8),
         _memory("integers", (STRIP, STRIP), np.int32),
         _memory("sums", (ROWS // STRIP, pairs, STRIP, STRIP), np.float32),
@@ -425,75 +426,76 @@ def _begin(matrix: Value, code: Value, row: Value, count: Value, scratch: Value,
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _finish(given: Value, row: Value, count: Value, scratch: Value) -> None:
+def _finish(operands: Value, row: Value, count: Value, scratch: Value) -> None:
     """Write the sums of some rows to the output, token by token."""
-    tokens, rows = given.found.shape
+    tokens, rows = operands.output.shape
     for token in range(0, tokens, SIDE):
         pair, side = token // STRIP, token % STRIP
         for number in range(0, count, SIDE):
-            square = given.pairs * (number // STRIP) + pair
+            square = operands.pairs * (number // STRIP) + pair
             sums = scratch.sums.ctypes.data + 4 * (STRIP * STRIP * square + STRIP * (number % STRIP) + side)
-            scales, less = given.scales.ctypes.data + 4 * token, given.corrections.ctypes.data + 4 * (row + number)
-            output = given.found.ctypes.data + 4 * (rows * token + row + number)
+            scales = operands.scales.ctypes.data + 4 * token
+            less = operands.corrections.ctypes.data + 4 * (row + number)
+            output = operands.output.ctypes.data + 4 * (rows * token + row + number)
             if token + SIDE <= tokens and number + SIDE <= count:
                 write_turned(sums, scales, less, output, 4 * rows)
             else:
-                for one in range(min(SIDE, tokens - token)):
-                    for other in range(min(SIDE, count - number)):
-                        total = read_real(sums + 4 * (STRIP * other + one)) - read_real(less + 4 * other)
-                        write_real(output + 4 * (rows * one + other), read_real(scales + 4 * one) * total)
+                for right in range(min(SIDE, tokens - token)):
+                    for below in range(min(SIDE, count - number)):
+                        total = read_real(sums + 4 * (STRIP * below + right)) - read_real(less + 4 * below)
+                        write_real(output + 4 * (rows * right + below), read_real(scales + 4 * right) * total)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def quantised(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
-    """Rows `first` to `last` of a matrix of 8 or 4 bits times all tokens, into `given.found`."""
+def quantised(matrix: Value, code: Value, operands: Value, scratch: Value, first: Value, last: Value) -> None:
+    """Rows `first` to `last` of a matrix of 8 or 4 bits times all tokens, into `operands.output`."""
     configure(scratch.settings.ctypes.data)
     groups, integers = (matrix.blocks + 1) // 2, scratch.integers.ctypes.data
     half = REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
         count = min(ROWS, last - row)
         strips = (count + STRIP - 1) // STRIP
-        _begin(matrix, code, row, count, scratch, given.pairs)
+        _begin(matrix, code, row, count, scratch, operands.pairs)
         for start in range(0, groups, _PIECE):
             end = min(start + _PIECE, groups)
             blocks = min(2 * end, matrix.blocks) - 2 * start
             _write_bytes(matrix, code, row, count, 2 * start, 2 * start + blocks, scratch)
-            for square in range(given.pairs * strips):
+            for square in range(operands.pairs * strips):
                 pair, strip = square // strips, square % strips
-                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
+                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (operands.pairs * strip + pair)
                 for group in range(start, end):
                     weights = scratch.dense.ctypes.data + 2 * REGISTER * (blocks * strip + 2 * (group - start))
-                    tokens = given.place + 2 * half * pair + 2 * REGISTER * group
+                    tokens = operands.place + 2 * half * pair + 2 * REGISTER * group
                     clear_sums()
                     multiply_bytes(weights, tokens, tokens + half)
                     if 2 * group + 1 < matrix.blocks:
                         multiply_bytes(weights + 2 * REGISTER, tokens + REGISTER, tokens + half + REGISTER)
                     write_registers(integers)
                     add_square(integers, sums, scratch.scales.ctypes.data + 4 * STRIP * (groups * strip + group))
-        _finish(given, row, count, scratch)
+        _finish(operands, row, count, scratch)
     release()
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def bfloats(matrix: Value, code: Value, given: Value, scratch: Value, first: Value, last: Value) -> None:
-    """Rows `first` to `last` of a bfloat16 matrix times all tokens, into `given.found`."""
+def bfloats(matrix: Value, code: Value, operands: Value, scratch: Value, first: Value, last: Value) -> None:
+    """Rows `first` to `last` of a bfloat16 matrix times all tokens, into `operands.output`."""
     configure(scratch.settings.ctypes.data)
     half = 2 * REGISTER * matrix.blocks  # bytes of 16 tokens
     for row in range(first, last, ROWS):
         count = min(ROWS, last - row)
         strips = (count + STRIP - 1) // STRIP
-        _begin(matrix, code, row, count, scratch, given.pairs)
+        _begin(matrix, code, row, count, scratch, operands.pairs)
         for start in range(0, matrix.blocks, 2 * _PIECE):
             steps = 2 * (min(start + 2 * _PIECE, matrix.blocks) - start)
             _write_halves(matrix, code, row, count, start, start + steps // 2, scratch)
-            for square in range(given.pairs * strips):
+            for square in range(operands.pairs * strips):
                 pair, strip = square // strips, square % strips
-                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (given.pairs * strip + pair)
+                sums = scratch.sums.ctypes.data + 4 * STRIP * STRIP * (operands.pairs * strip + pair)
                 read_registers(sums)
                 for step in range(steps):
                     weights = scratch.dense.ctypes.data + 2 * REGISTER * (steps * strip + step)
-                    tokens = given.place + 2 * half * pair + REGISTER * (2 * start + step)
+                    tokens = operands.place + 2 * half * pair + REGISTER * (2 * start + step)
                     multiply_halves(weights, tokens, tokens + half)
                 write_registers(sums)
-        _finish(given, row, count, scratch)
+        _finish(operands, row, count, scratch)
     release()

@@ -63,13 +63,13 @@ _PLACES = ir.VectorType(_WORD, 32)
 
 def _places(builder: Code, first: Code, bits: Code, size: int) -> list[tuple[Code, Code]]:
     """For each byte of a mask of 32 bits: the byte, and the address of its first value, of `size` bytes."""
-    found, wide = [], builder.zext(bits, _LONG)
+    places, wide = [], builder.zext(bits, _LONG)
     for part in range(4):
         byte = builder.and_(builder.lshr(wide, _LONG(8 * part)), _LONG(0xFF))
-        found.append((byte, first))
+        places.append((byte, first))
         count = _call(builder, "llvm.ctpop.i64", _LONG, [byte])
         first = builder.add(first, builder.mul(count, _LONG(size)))
-    return found
+    return places
 
 
 @operation(_FOUR, Address, Address, types.uint32)
@@ -81,27 +81,27 @@ def spread_bfloats(builder: Code, _: Code, table: Code, address: Code, mask: Cod
         address: of the values; 16 bytes behind the last are read too.
         mask: of 32 columns.
     """
-    found = ir.Constant(_FOUR.llvm, None)
+    result = ir.Constant(_FOUR.llvm, None)
     twice = ir.Constant(_PLACES, [*range(16), *range(16)])
     for part, (byte, place) in enumerate(_places(builder, address, mask, 2)):
         values = _read(builder, place, I8x16.llvm)
         order = _read(builder, builder.add(table, builder.mul(byte, _LONG(32))), I8x32.llvm, 32)
         both = builder.shuffle_vector(values, values, twice)
         spread = _call(builder, "llvm.x86.avx2.pshuf.b", I8x32.llvm, [both, order])
-        found = builder.insert_value(found, builder.bitcast(spread, F32x8.llvm), part)
-    return found
+        result = builder.insert_value(result, builder.bitcast(spread, F32x8.llvm), part)
+    return result
 
 
 @operation(_FOUR, Address)
 def widen_bfloats(builder: Code, _: Code, address: Code) -> Code:
     """32 bfloat16 values at an address as float32: those of even columns, then those of odd ones."""
-    found, words = ir.Constant(_FOUR.llvm, None), I32x8.llvm
+    result, words = ir.Constant(_FOUR.llvm, None), I32x8.llvm
     for half in range(2):
         bits = _read(builder, builder.add(address, _LONG(32 * half)), words)
         even, odd = builder.shl(bits, _constant(words, 16)), builder.and_(bits, _constant(words, -65536))
-        found = builder.insert_value(found, builder.bitcast(even, F32x8.llvm), half)
-        found = builder.insert_value(found, builder.bitcast(odd, F32x8.llvm), 2 + half)
-    return found
+        result = builder.insert_value(result, builder.bitcast(even, F32x8.llvm), half)
+        result = builder.insert_value(result, builder.bitcast(odd, F32x8.llvm), 2 + half)
+    return result
 
 
 @operation(_TWO, Address, Address, types.uint64)
@@ -115,7 +115,7 @@ def spread_bytes(builder: Code, _: Code, table: Code, address: Code, mask: Code)
         address: of the values; 16 bytes behind the last are read too.
         mask: of 64 columns.
     """
-    found, pair = ir.Constant(_TWO.llvm, None), ir.VectorType(_DOUBLE, 2)
+    result, pair = ir.Constant(_TWO.llvm, None), ir.VectorType(_DOUBLE, 2)
     for part in range(2):
         halves = []
         for bits in (builder.lshr(mask, _LONG(32 * part)), builder.lshr(mask, _LONG(32 * part + 16))):
@@ -130,18 +130,18 @@ def spread_bytes(builder: Code, _: Code, table: Code, address: Code, mask: Code)
             address = builder.add(address, _call(builder, "llvm.ctpop.i64", _LONG, [builder.and_(bits, _LONG(0xFFFF))]))
         both = ir.Constant(_PLACES, list(range(32)))
         wide = [builder.shuffle_vector(low, high, both) for low, high in zip(*halves, strict=True)]
-        found = builder.insert_value(found, _call(builder, "llvm.x86.avx2.pshuf.b", I8x32.llvm, wide), part)
-    return found
+        result = builder.insert_value(result, _call(builder, "llvm.x86.avx2.pshuf.b", I8x32.llvm, wide), part)
+    return result
 
 
 @operation(types.void, Address, Address, Address)
-def write_levels(builder: Code, _: Code, levels: Code, address: Code, found: Code) -> None:
+def write_levels(builder: Code, _: Code, levels: Code, address: Code, output: Code) -> None:
     """Store the levels of 32 codes of 4 bits, one byte each.
 
     Args:
         levels: address of 16 levels of int8.
         address: of the codes, the low half of each byte first; 16 bytes are read.
-        found: address of 32 bytes.
+        output: address of 32 bytes.
     """
     sixteen = _read(builder, levels, I8x16.llvm)
     both = builder.shuffle_vector(sixteen, sixteen, ir.Constant(_PLACES, [*range(16), *range(16)]))
@@ -149,7 +149,7 @@ def write_levels(builder: Code, _: Code, levels: Code, address: Code, found: Cod
     pairs = builder.or_(codes, builder.shl(codes, _constant(I16x16.llvm, 4)))
     order = builder.bitcast(builder.and_(pairs, _constant(I16x16.llvm, 0x0F0F)), I8x32.llvm)
     spread = _call(builder, "llvm.x86.avx2.pshuf.b", I8x32.llvm, [both, order])
-    builder.store(spread, builder.inttoptr(found, I8x32.llvm.as_pointer()), align=1)
+    builder.store(spread, builder.inttoptr(output, I8x32.llvm.as_pointer()), align=1)
 
 
 @operation(F32x8, Address, I16x8)
@@ -158,8 +158,8 @@ def gather8(builder: Code, _: Code, base: Code, columns: Code) -> Code:
     index = builder.zext(columns, I32x8.llvm)
     place = builder.inttoptr(base, _BYTE.as_pointer())
     every = builder.bitcast(_constant(I32x8.llvm, -1), F32x8.llvm)
-    given = [ir.Constant(F32x8.llvm, None), place, index, every, _BYTE(4)]
-    return _call(builder, "llvm.x86.avx2.gather.d.ps.256", F32x8.llvm, given)
+    arguments = [ir.Constant(F32x8.llvm, None), place, index, every, _BYTE(4)]
+    return _call(builder, "llvm.x86.avx2.gather.d.ps.256", F32x8.llvm, arguments)
 
 
 # ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
@@ -190,9 +190,9 @@ def add_reals8(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Co
         start = builder.add(builder.extract_value(tokens, token), offset)
         for part in range(4):
             place = token * each + part % each
-            given = _read(builder, builder.add(start, _LONG(32 * part)), F32x8.llvm, 4)
-            old = builder.extract_value(tile, place)
-            tile = builder.insert_value(tile, _fused(builder, builder.extract_value(weights, part), given, old), place)
+            activations = _read(builder, builder.add(start, _LONG(32 * part)), F32x8.llvm, 4)
+            old, weight = builder.extract_value(tile, place), builder.extract_value(weights, part)
+            tile = builder.insert_value(tile, _fused(builder, weight, activations, old), place)
     return tile
 
 
@@ -209,8 +209,8 @@ def add_bytes8(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Co
         magnitude = _call(builder, "llvm.abs.v32i8", I8x32.llvm, [some, _BIT(0)])
         for token in range(signed.args[0].count):
             place = builder.add(builder.extract_value(tokens, token), offset)
-            given = _read(builder, builder.add(place, _LONG(32 * part)), I8x32.llvm)
-            turned = _call(builder, "llvm.x86.avx2.psign.b", I8x32.llvm, [given, some])
+            activations = _read(builder, builder.add(place, _LONG(32 * part)), I8x32.llvm)
+            turned = _call(builder, "llvm.x86.avx2.psign.b", I8x32.llvm, [activations, some])
             pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", I16x16.llvm, [magnitude, turned])
             words = _call(builder, "llvm.x86.avx2.pmadd.wd", I32x8.llvm, [pairs, ones])
             tile = builder.insert_value(tile, builder.add(builder.extract_value(tile, token), words), token)
@@ -220,11 +220,11 @@ def add_bytes8(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Co
 @operation(_TWO, Address)
 def read_bytes(builder: Code, _: Code, address: Code) -> Code:
     """64 int8 weights at an address."""
-    found = ir.Constant(_TWO.llvm, None)
+    result = ir.Constant(_TWO.llvm, None)
     for part in range(2):
         some = _read(builder, builder.add(address, _LONG(32 * part)), I8x32.llvm)
-        found = builder.insert_value(found, some, part)
-    return found
+        result = builder.insert_value(result, some, part)
+    return result
 
 
 # ---- unpacked rows
@@ -241,15 +241,15 @@ def write_scaled8(builder: Code, _: Code, address: Code, weights: Code, scale: C
     """Store 64 int8 weights times a scale as float32."""
     reals = ir.VectorType(ir.FloatType(), 32)
     for part in range(2):
-        found = builder.sitofp(builder.extract_value(weights, part), reals)
+        widened = builder.sitofp(builder.extract_value(weights, part), reals)
         place = builder.inttoptr(builder.add(address, _LONG(128 * part)), reals.as_pointer())
-        builder.store(builder.fmul(found, _splat(builder, scale, 32)), place, align=4)
+        builder.store(builder.fmul(widened, _splat(builder, scale, 32)), place, align=4)
 
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _word = types.uint32
-_AHEAD = 1024  # bytes of values that are fetched ahead
+_AHEAD = 1024  # bytes of values that are fetched ahead; 512 to 4,096 take equal times, within the noise
 _TABLE = 9 * 256 * 8  # bytes of the table of bytes; the 16 levels of a matrix stand behind it
 
 
@@ -390,15 +390,15 @@ def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _levels_of(matrix: Value, row: Value, found: Value) -> None:
-    """Store the levels of a row at `found`, a byte each; of an odd number in a block, the last is followed by another.
+def _levels_of(matrix: Value, row: Value, output: Value) -> None:
+    """Store the levels of a row at `output`, a byte each; of an odd number in a block, the last is followed by another.
 
     The whole row comes first: a read of bytes that were just stored in two parts would wait for both.
     """
     place, end = read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8)
     while place < end:
-        write_levels(matrix.levels + _TABLE, matrix.values + place, found)
-        place, found = place + 16, found + 32
+        write_levels(matrix.levels + _TABLE, matrix.values + place, output)
+        place, output = place + 16, output + 32
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -437,7 +437,7 @@ def _even(count: Value) -> Value:
 def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an index-bf16 matrix times each token; entries of a row are a multiple of 16."""
     for token in range(len(tokens)):
-        given = tokens[token]
+        activations = tokens[token]
         for row in range(first, last):
             place, end = read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8)
             even, odd = zero_reals8(), zero_reals8()
@@ -445,8 +445,9 @@ def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first
                 values, indices = matrix.values + place, matrix.indices + place
                 prefetch(values + _AHEAD)
                 prefetch(indices + _AHEAD)
-                even = fused(from_bfloat(read_halves8(values)), gather8(given, read_halves8(indices)), even)
-                odd = fused(from_bfloat(read_halves8(values + 16)), gather8(given, read_halves8(indices + 16)), odd)
+                even = fused(from_bfloat(read_halves8(values)), gather8(activations, read_halves8(indices)), even)
+                later = gather8(activations, read_halves8(indices + 16))
+                odd = fused(from_bfloat(read_halves8(values + 16)), later, odd)
                 place += 32
             write_real(output + stride * token + 4 * row, sum8(plus(even, odd)))
 
@@ -540,21 +541,21 @@ _NONE = 128  # in a table: the lane becomes zero
 
 def table_of_bfloats() -> Table:
     """The order that spreads bfloat16 values over the set bits of each byte, as float32: (256, 32)."""
-    found = np.full((256, 32), _NONE, np.uint8)
+    table = np.full((256, 32), _NONE, np.uint8)
     for bits in range(256):
         for count, lane in enumerate(_set(bits)):
-            found[bits, 4 * lane + 2 : 4 * lane + 4] = 2 * count, 2 * count + 1
-    return found
+            table[bits, 4 * lane + 2 : 4 * lane + 4] = 2 * count, 2 * count + 1
+    return table
 
 
 def table_of_bytes() -> Table:
     """The orders that spread bytes over the set bits of each byte, (9, 256, 8), after 0 to 8 bytes of others."""
-    found = np.full((9, 256, 8), _NONE, np.uint8)
+    table = np.full((9, 256, 8), _NONE, np.uint8)
     for before in range(9):
         for bits in range(256):
             lanes = _set(bits)
-            found[before, bits, lanes] = before + np.arange(len(lanes))
-    return found
+            table[before, bits, lanes] = before + np.arange(len(lanes))
+    return table
 
 
 def _set(bits: int) -> list[int]:

@@ -177,7 +177,7 @@ def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, fir
 def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an index-bf16 matrix times each token."""
     for token in range(len(tokens)):
-        given = tokens[token]
+        activations = tokens[token]
         for row in range(first, last):
             place, end = read_long(matrix.starts + 8 * row), read_long(matrix.starts + 8 * row + 8)
             even, odd = zero_reals16(), zero_reals16()
@@ -185,12 +185,12 @@ def index_bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first
                 prefetch(matrix.values + place + _AHEAD)
                 prefetch(matrix.indices + place + _AHEAD)
                 some, rest = read_halves16(matrix.values + place), read_halves16(matrix.values + place + 32)
-                even = fused(from_bfloat(some), gather(given, read_halves16(matrix.indices + place)), even)
-                odd = fused(from_bfloat(rest), gather(given, read_halves16(matrix.indices + place + 32)), odd)
+                even = fused(from_bfloat(some), gather(activations, read_halves16(matrix.indices + place)), even)
+                odd = fused(from_bfloat(rest), gather(activations, read_halves16(matrix.indices + place + 32)), odd)
                 place += 64
             if place < end:
                 some = read_halves16(matrix.values + place)
-                even = fused(from_bfloat(some), gather(given, read_halves16(matrix.indices + place)), even)
+                even = fused(from_bfloat(some), gather(activations, read_halves16(matrix.indices + place)), even)
             write_real(output + stride * token + 4 * row, sum16(plus(even, odd)))
 
 

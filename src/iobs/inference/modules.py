@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, require_valid, store
 from iobs.inference.gpu import is_form
-from iobs.inference.product import Product, products_by_amx
+from iobs.inference.product import StoredProduct, products_by_amx
 from iobs.inference.safeguards import buffers_after, without_gradient
 
 
-class Settings(TypedDict, total=False):
+class StoredSettings(TypedDict, total=False):
     """Keyword arguments of `StoredLinear` after the bias."""
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class StoredLayer(nn.Module):
         return self._matrix_of(dict(self.named_buffers(recurse=False)))
 
     def _matrix_of(self, buffers: Mapping[str, Tensor]) -> StoredMatrix:
-        tensors = {name.removeprefix("stored_"): one for name, one in buffers.items()}
+        tensors = {name.removeprefix("stored_"): tensor for name, tensor in buffers.items()}
         return StoredMatrix(self.format, self._rows, self._columns, tensors)
 
     @property
@@ -134,8 +134,8 @@ class StoredEmbedding(StoredLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the rows are read with loops
     def forward(self, numbers: Tensor) -> Tensor:
         """The rows (..., embedding_dim) of numbers (...)."""
-        found = without_gradient(self._rows_of, numbers.reshape(-1), self.trained)
-        return found.view(*numbers.shape, self.embedding_dim)
+        rows = without_gradient(self._rows_of, numbers.reshape(-1), self.trained)
+        return rows.view(*numbers.shape, self.embedding_dim)
 
     def _rows_of(self, numbers: Tensor) -> Tensor:
         return self.matrix.rows_of(numbers.long()).to(self.dtype)
@@ -149,7 +149,7 @@ class StoredLinear(StoredLayer):
         bias: (out_features), or None.
         dtype: dtype that `weight` reports.
         threads: number of threads of a product.
-        most_tokens: see `Product`.
+        most_tokens: see `StoredProduct`.
     """
 
     def __init__(
@@ -163,33 +163,33 @@ class StoredLinear(StoredLayer):
         super().__init__(matrix, bias, dtype)
         self.out_features, self.in_features = matrix.rows, matrix.columns
         self.threads, self.most_tokens = threads, most_tokens
-        self._product: Product | None = None
+        self._product: StoredProduct | None = None
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output (..., out_features).
 
         Args:
-            given: (..., in_features), any floating dtype.
+            inputs: (..., in_features), any floating dtype.
         """
-        flat: Tensor = self._multiply(given.reshape(-1, self.in_features))
-        found = flat.view(*given.shape[:-1], self.out_features)
-        return found if self.bias is None else found + self.bias.to(found.dtype)
+        flat: Tensor = self._multiply(inputs.reshape(-1, self.in_features))
+        outputs = flat.view(*inputs.shape[:-1], self.out_features)
+        return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
 
-    def _multiply(self, given: Tensor) -> Tensor:
+    def _multiply(self, inputs: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # outside of a compilation the decorator would only take time
-            found: Tensor = self._opaque(given)
-            return found
-        return without_gradient(self.product, given, self.trained)
+            outputs: Tensor = self._opaque(inputs)
+            return outputs
+        return without_gradient(self.product, inputs, self.trained)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # numba code is opaque to the compiler
-    def _opaque(self, given: Tensor) -> Tensor:
-        return without_gradient(self.product, given, self.trained)
+    def _opaque(self, inputs: Tensor) -> Tensor:
+        return without_gradient(self.product, inputs, self.trained)
 
     @property
-    def product(self) -> Product:
+    def product(self) -> StoredProduct:
         """The product of the stored matrix."""
         if self._product is None:
-            self._product = Product(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
+            self._product = StoredProduct(self.matrix, threads=self.threads, most_tokens=self.most_tokens)
         return self._product
 
     def use_threads(self, threads: int) -> None:
@@ -219,46 +219,47 @@ class StoredConv(StoredLinear):
     """
 
     def __init__(
-        self, matrix: StoredMatrix, bias: Tensor | None, stride: tuple[int, ...], **settings: Unpack[Settings]
+        self, matrix: StoredMatrix, bias: Tensor | None, stride: tuple[int, ...], **settings: Unpack[StoredSettings]
     ) -> None:
         super().__init__(matrix, bias, **settings)
         self.stride = stride
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """The output (samples, out_channels, ...) of an input (samples, in_channels, ...), or of one sample.
 
         It is contiguous, or has its channels last if the input has, as torch's own: code may take a `view` of it.
         """
-        last = _channels_last(given)
+        last = _channels_last(inputs)
         for dimension, stride in enumerate(reversed(self.stride), start=1):
-            given = given.movedim(-dimension, 0)[::stride].movedim(0, -dimension)
+            inputs = inputs.movedim(-dimension, 0)[::stride].movedim(0, -dimension)
         channels = -1 - len(self.stride)  # counted from the end: one sample has no dimension before it
-        found = super().forward(given.movedim(channels, -1)).movedim(-1, channels)
-        return found if last else found.contiguous()
+        outputs = super().forward(inputs.movedim(channels, -1)).movedim(-1, channels)
+        return outputs if last else outputs.contiguous()
 
 
-def _channels_last(given: Tensor) -> bool:
-    """Check that images, or volumes, lie in memory with their channels last."""
+def _channels_last(images: Tensor) -> bool:
+    """True if images, or volumes, lie in memory with their channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return given.ndim in formats and given.is_contiguous(memory_format=formats[given.ndim])
+    return images.ndim in formats and images.is_contiguous(memory_format=formats[images.ndim])
 
 
 @torch.no_grad()
-def outputs_of(modules: Sequence[StoredLinear], given: Tensor) -> list[Tensor]:
+def outputs_of(modules: Sequence[StoredLinear], inputs: Tensor) -> list[Tensor]:
     """The outputs of several layers with the same float32 activations (tokens, in_features); AMX lays them out once."""
-    products = [one.product for one in modules]
-    alike = len({one.matrix.quantised for one in products}) == 1
-    if not (alike and all(one.by_amx(len(given)) for one in products)):
-        return [one(given) for one in modules]
-    found = products_by_amx(products, given)
-    return [one if layer.bias is None else one + layer.bias for layer, one in zip(modules, found, strict=True)]
+    products = [layer.product for layer in modules]
+    alike = len({product.matrix.quantised for product in products}) == 1
+    if not (alike and all(product.by_amx(len(inputs)) for product in products)):
+        return [layer(inputs) for layer in modules]
+    outputs = products_by_amx(products, inputs)
+    pairs = zip(modules, outputs, strict=True)
+    return [output if layer.bias is None else output + layer.bias for layer, output in pairs]
 
 
 def refuse_to_save(model: nn.Module) -> None:
     """Let `save_pretrained` of a model with stored layers be an error: transformers could not read such a file."""
-    for one in model.modules():
-        if hasattr(one, "save_pretrained"):
-            one.save_pretrained = _refused  # type: ignore[assignment]
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refused  # type: ignore[assignment]
 
 
 def _refused(*_: object, **__: object) -> None:
@@ -269,7 +270,7 @@ def _refused(*_: object, **__: object) -> None:
 
 
 def can_store(module: nn.Module) -> bool:
-    """Check that a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding.
+    """True if a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding.
 
     A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
     """
@@ -282,7 +283,7 @@ def can_store(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Check that a module is an embedding with a stored form."""
+    """True if a module is an embedding with a stored form."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
@@ -299,7 +300,7 @@ def stored(module: nn.Module, name: FormatName, threads: int = 1, most_tokens: i
         module: the dense module.
         name: a format.
         threads: number of threads of a product.
-        most_tokens: see `Product`.
+        most_tokens: see `StoredProduct`.
     """
     return with_matrix(module, store(matrix_of(module), name), threads, most_tokens)
 
@@ -318,7 +319,7 @@ def with_matrix(
     """A module like `module`, see `can_store`, with a stored matrix in place of its weight."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     bias: Tensor | None = module.bias  # type: ignore[assignment]
-    settings: Settings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
+    settings: StoredSettings = {"dtype": weight.dtype, "threads": threads, "most_tokens": most_tokens}
     if isinstance(module, nn.Linear):
         made = StoredLinear(matrix, bias, **settings)
     else:

@@ -16,7 +16,7 @@ _WIDTHS = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}  # columns
 
 
 def in_bounds(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, columns: int) -> bool:
-    """Check that the starts divide all groups among the rows, and that every entry has one of the columns."""
+    """True if the starts divide all groups among the rows, and every entry has one of the columns."""
     counts = starts.long().diff()
     if int(starts[0]) != 0 or int(starts[-1]) != len(bases) or bool((counts < 0).any()):
         return False
@@ -32,8 +32,8 @@ def smallest(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     columns = weight.shape[1]
     dtypes = torch.uint8, torch.int16 if columns <= _WIDTHS[torch.int16] else torch.int32
-    found = [packed(weight, dtype) for dtype in dtypes]
-    return min(found, key=lambda parts: sum(part.numel() * part.element_size() for part in parts))
+    candidates = [packed(weight, dtype) for dtype in dtypes]
+    return min(candidates, key=lambda parts: sum(part.numel() * part.element_size() for part in parts))
 
 
 def packed(weight: Tensor, offset: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,15 +49,15 @@ def packed(weight: Tensor, offset: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     past = torch.zeros(1, dtype=torch.long, device=device)  # a window may reach past the last entry
     places = torch.cat([kept.nonzero()[:, 1], past])
     entries, lane = weight[kept], torch.arange(GROUP, device=device)
-    found = [torch.zeros(3, 0, dtype=torch.long, device=device)]
+    steps = [torch.zeros(3, 0, dtype=torch.long, device=device)]
     # One group of every row at a time: how far it reaches depends on where the last one ended.
-    while bool((left := at < ends).any()):
-        window = at[left, None] + lane
-        own = places[window.clamp(max=len(entries))]
-        taken = (window < ends[left, None]) & (own - own[:, :1] < _WIDTHS[offset])
-        found.append(torch.stack([left.nonzero()[:, 0], at[left], taken.sum(1)]))
-        at[left] += found[-1][2]
-    groups = torch.cat(found, 1)
+    while bool((unfinished := at < ends).any()):
+        window = at[unfinished, None] + lane
+        reached = places[window.clamp(max=len(entries))]
+        taken = (window < ends[unfinished, None]) & (reached - reached[:, :1] < _WIDTHS[offset])
+        steps.append(torch.stack([unfinished.nonzero()[:, 0], at[unfinished], taken.sum(1)]))
+        at[unfinished] += steps[-1][2]
+    groups = torch.cat(steps, 1)
     groups = groups[:, groups[0].argsort(stable=True)]  # by row, in the order of columns
     row, first, length = groups
     taken, window = lane < length[:, None], first[:, None] + lane
@@ -77,9 +77,9 @@ def dense(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, column
     row = torch.arange(rows, device=starts.device).repeat_interleave(starts.diff().long())
     place = (row * columns + bases.long())[:, None] + offsets.view(-1, GROUP).long()
     kept = values != 0
-    found = torch.zeros(rows * columns, dtype=values.dtype, device=values.device)
-    found[place.flatten()[kept]] = values[kept]
-    return found.view(rows, columns)
+    flat = torch.zeros(rows * columns, dtype=values.dtype, device=values.device)
+    flat[place.flatten()[kept]] = values[kept]
+    return flat.view(rows, columns)
 
 
 _FEW = 4  # tokens; more are multiplied by the unpacked matrix
@@ -121,27 +121,27 @@ class OffsetLinear(nn.Module):
     @property
     def bytes(self) -> int:
         """Bytes of values, offsets, bases and starts."""
-        return sum(one.numel() * one.element_size() for one in (self.values, self.offsets, self.bases, self.starts))
+        return sum(part.numel() * part.element_size() for part in (self.values, self.offsets, self.bases, self.starts))
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output (..., out_features) of (..., in_features)."""
-        flat = given.reshape(-1, self.in_features)
-        if not 0 < len(flat) <= _FEW or not _has_kernel(given):
-            return nn.functional.linear(given, self._unpacked(given), self.bias)
+        flat = inputs.reshape(-1, self.in_features)
+        if not 0 < len(flat) <= _FEW or not _has_kernel(inputs):
+            return nn.functional.linear(inputs, self._unpacked(inputs), self.bias)
         few: Tensor = self._few(flat.contiguous())
-        return few.view(*given.shape[:-1], self.out_features)
+        return few.view(*inputs.shape[:-1], self.out_features)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unpacked(self, given: Tensor) -> Tensor:
+    def _unpacked(self, inputs: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.weight.to(given.dtype)
+            return self.weight.to(inputs.dtype)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _few(self, given: Tensor) -> Tensor:
+    def _few(self, inputs: Tensor) -> Tensor:
         from iobs.inference.offsets_triton import multiply
 
         parts = self.values, self.offsets, self.bases, self.starts, self.longest
-        return without_gradient(lambda few: multiply(*parts, few, self.bias), given, self.trained)
+        return without_gradient(lambda few: multiply(*parts, few, self.bias), inputs, self.trained)
 
     def _load_from_state_dict(
         self,
@@ -166,9 +166,9 @@ class OffsetLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, format=offsets"
 
 
-def _has_kernel(given: Tensor) -> bool:
-    """Check that the kernel can read activations: a model may have been moved to the CPU."""
-    return given.is_cuda
+def _has_kernel(inputs: Tensor) -> bool:
+    """True if the kernel can read activations: a model may have been moved to the CPU."""
+    return inputs.is_cuda
 
 
 def _longest(starts: Tensor) -> int:

@@ -26,8 +26,8 @@ def _rows(  # type: ignore[no-untyped-def]
     bases,
     starts,
     bias,
-    given,
-    found,
+    activations,
+    output,
     columns,
     count,
     tokens: tl.constexpr,
@@ -48,17 +48,17 @@ def _rows(  # type: ignore[no-untyped-def]
         column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
         column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
         read = (value != 0)[None, :] & (token < count)[:, None]
-        activation = tl.load(given + token[:, None] * columns + column[None, :], mask=read, other=0.0)
+        activation = tl.load(activations + token[:, None] * columns + column[None, :], mask=read, other=0.0)
         total += value.to(tl.float32)[None, :] * activation.to(tl.float32)
     sums = tl.sum(total, 1)
     if bias is not None:
         sums += tl.load(bias + row).to(tl.float32)
-    tl.store(found + token * rows + row, sums, mask=token < count)
+    tl.store(output + token * rows + row, sums, mask=token < count)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _unpack(  # type: ignore[no-untyped-def]
-    values, offsets, bases, starts, found, columns, steps: tl.constexpr
+    values, offsets, bases, starts, matrix, columns, steps: tl.constexpr
 ):
     """Write the entries of one row into a matrix of zeros."""
     row = tl.program_id(0).to(tl.int64)
@@ -73,11 +73,17 @@ def _unpack(  # type: ignore[no-untyped-def]
         value = tl.load(values + place, mask=place < entries, other=0.0)
         column = tl.load(bases + place // _GROUP, mask=place < entries, other=0).to(tl.int32)
         column += tl.load(offsets + place, mask=place < entries, other=0).to(tl.int32)
-        tl.store(found + row * columns + column, value, mask=value != 0)
+        tl.store(matrix + row * columns + column, value, mask=value != 0)
 
 
 def multiply(
-    values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, longest: int, given: Tensor, bias: Tensor | None
+    values: Tensor,
+    offsets: Tensor,
+    bases: Tensor,
+    starts: Tensor,
+    longest: int,
+    activations: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     """Multiply a matrix of column offsets by activations, and add a bias.
 
@@ -89,27 +95,27 @@ def multiply(
         bases: column of the first entry of each group, (n,), any integer dtype.
         starts: number of groups before each row, and of all, (rows + 1,).
         longest: most groups of a row.
-        given: (tokens, columns), any floating dtype, contiguous.
+        activations: (tokens, columns), any floating dtype, contiguous.
         bias: (rows,), or None.
 
     Returns:
-        (tokens, rows), in the dtype of `given`; sums are in float32.
+        (tokens, rows), in the dtype of `activations`; sums are in float32.
     """
-    rows, (tokens, columns) = len(starts) - 1, given.shape
-    found = torch.empty(tokens, rows, dtype=given.dtype, device=given.device)
-    arguments = values, offsets, bases, starts, bias, given, found, columns, tokens
+    rows, (tokens, columns) = len(starts) - 1, activations.shape
+    output = torch.empty(tokens, rows, dtype=activations.dtype, device=activations.device)
+    arguments = values, offsets, bases, starts, bias, activations, output, columns, tokens
     sizes = triton.next_power_of_2(tokens), triton.cdiv(longest * GROUP, _BLOCK.value)
     # Triton launches on the current device.
-    with torch.cuda.device_of(given):  # type: ignore[no-untyped-call, unused-ignore]
+    with torch.cuda.device_of(activations):  # type: ignore[no-untyped-call, unused-ignore]
         _rows[(rows,)](*arguments, *sizes, num_warps=_WARPS)
-    return found
+    return output
 
 
 def unpack(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, longest: int, columns: int) -> Tensor:
     """The matrix (rows, columns) with all its zeros; arguments as of `multiply`."""
     rows = len(starts) - 1
-    found = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
+    matrix = torch.zeros(rows, columns, dtype=values.dtype, device=values.device)
     steps = triton.cdiv(longest * GROUP, _BLOCK.value)
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call, unused-ignore]
-        _unpack[(rows,)](values, offsets, bases, starts, found, columns, steps, num_warps=_WARPS)
-    return found
+        _unpack[(rows,)](values, offsets, bases, starts, matrix, columns, steps, num_warps=_WARPS)
+    return matrix

@@ -33,7 +33,7 @@ _STRIP = 32  # rows: parts of threads begin at multiples of it
 Kernels = Mapping[str, Callable[..., None]]
 
 
-class Product:
+class StoredProduct:
     """Multiplies activations by one stored matrix.
 
     Args:
@@ -58,42 +58,42 @@ class Product:
         self.amx = self.level == "avx512" and cpu.has_amx() if amx is None else amx
         usual = _MOST_BEFORE_AMX if self.amx else _MOST_TOKENS[self.level]
         self.most_tokens = usual if most_tokens is None else most_tokens
-        found = _kernels(self.level)
-        self._kernel: Callable[..., None] | None = found[0].get(matrix.format)
-        self._unpack: Callable[..., None] | None = found[1].get(matrix.format)
+        kernels = _kernels(self.level)
+        self._kernel: Callable[..., None] | None = kernels[0].get(matrix.format)
+        self._unpack: Callable[..., None] | None = kernels[1].get(matrix.format)
         if self._kernel is not None:
             self._addresses, self._kept = addresses_of(matrix, self.level)
 
-    def __call__(self, given: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor) -> Tensor:
         """The product (tokens, rows), in the dtype of the activations.
 
         Args:
-            given: activations (tokens, columns), of any floating dtype, on the CPU.
+            inputs: activations (tokens, columns), of any floating dtype, on the CPU.
         """
-        count = given.shape[0]
+        count = inputs.shape[0]
         if self._kernel is None or not count:
-            return self._by_torch(given)
+            return self._by_torch(inputs)
         if self.by_amx(count):
-            return products_by_amx([self], given)[0].to(given.dtype)
+            return products_by_amx([self], inputs)[0].to(inputs.dtype)
         if count > self.most_tokens:
-            return self._by_torch(given)
-        found = np.empty((count, self.matrix.rows), np.float32)
-        values = given.detach().float().contiguous().numpy()
+            return self._by_torch(inputs)
+        outputs = np.empty((count, self.matrix.rows), np.float32)
+        values = inputs.detach().float().contiguous().numpy()
         step = _LARGEST_TILE[self.level][self.matrix.quantised]
         for start in range(0, count, step):
-            self._by_kernel(values[start : start + step], found[start : start + step])
-        return torch.from_numpy(found).to(given.dtype)
+            self._by_kernel(values[start : start + step], outputs[start : start + step])
+        return torch.from_numpy(outputs).to(inputs.dtype)
 
-    def _by_torch(self, given: Tensor) -> Tensor:
+    def _by_torch(self, inputs: Tensor) -> Tensor:
         """Multiply by unpacked rows, some at a time, in the dtype of the activations."""
-        found = given.new_empty(len(given), self.matrix.rows)
+        outputs = inputs.new_empty(len(inputs), self.matrix.rows)
         for first in range(0, self.matrix.rows, _TILE_ROWS):
             last = min(first + _TILE_ROWS, self.matrix.rows)
-            found[:, first:last] = given @ self.dense(first, last).to(given.dtype).t()
-        return found
+            outputs[:, first:last] = inputs @ self.dense(first, last).to(inputs.dtype).t()
+        return outputs
 
     def by_amx(self, count: int) -> bool:
-        """Check that `count` tokens are multiplied by AMX."""
+        """True if `count` tokens are multiplied by AMX."""
         return self._kernel is not None and self.amx and count > self.most_tokens
 
     def _by_layout(self, layout: Layout) -> Tensor:
@@ -102,33 +102,33 @@ class Product:
         from iobs.inference.kernels_avx512 import CODES
 
         kernel = kernels.quantised if self.matrix.quantised else kernels.bfloats
-        code, work = CODES[self.matrix.format], kernels.work_of(layout, self.matrix)
+        code, operands = CODES[self.matrix.format], kernels.operands_of(layout, self.matrix)
 
         def rows(first: int, last: int) -> None:
-            kernel(self._addresses, code, work, kernels.scratch_for(self.matrix, work.pairs), first, last)
+            kernel(self._addresses, code, operands, kernels.scratch_for(self.matrix, operands.pairs), first, last)
 
         self._in_parts(rows, _STRIP)
-        return torch.from_numpy(work.found)
+        return torch.from_numpy(operands.output)
 
     def dense(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` as float32, (last - first, columns)."""
         if self._unpack is None:
             return self.matrix.to_dense(first, last)
-        found = torch.empty(last - first, self.matrix.blocks * BLOCK)
-        self._unpack(self._addresses, found.data_ptr(), first, last)
-        return found[:, : self.matrix.columns]
+        rows = torch.empty(last - first, self.matrix.blocks * BLOCK)
+        self._unpack(self._addresses, rows.data_ptr(), first, last)
+        return rows[:, : self.matrix.columns]
 
-    def _by_kernel(self, values: NDArray[np.float32], found: NDArray[np.float32]) -> None:
+    def _by_kernel(self, values: NDArray[np.float32], outputs: NDArray[np.float32]) -> None:
         """Write the products of some tokens, at most as many as one call of a kernel takes.
 
         Args:
             values: activations (tokens, columns).
-            found: the result (tokens, rows).
+            outputs: the result (tokens, rows).
         """
         from iobs.inference import activations
 
         count = len(values)
-        size, sums = _tile(count), found
+        size, sums = _tile(count), outputs
         wide, signed = self.matrix.blocks * BLOCK, self.level == "avx2"
         if self.matrix.quantised:
             codes, scales = np.empty((size, wide), np.uint8), np.empty(count, np.float32)
@@ -144,9 +144,9 @@ class Product:
         place, stride = layout.ctypes.data, layout.strides[0]
         self._shared(tuple(range(place, place + size * stride, stride)), sums)
         if size > count:
-            found[:] = sums[:count]
+            outputs[:] = sums[:count]
         if self.matrix.quantised:
-            activations.scaled(found, scales, self.matrix.tensors["corrections"].numpy(), signed)
+            activations.scaled(outputs, scales, self.matrix.tensors["corrections"].numpy(), signed)
 
     def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
         """Compute the rows of some tokens by the kernel."""
@@ -167,22 +167,22 @@ class Product:
             other.result()
 
 
-def products_by_amx(products: Sequence[Product], given: Tensor) -> list[Tensor]:
+def products_by_amx(products: Sequence[StoredProduct], inputs: Tensor) -> list[Tensor]:
     """Multiply several matrices by the same activations, which are laid out once.
 
     Args:
         products: of matrices with equal columns, all quantised or none.
-        given: (tokens, columns), any floating dtype.
+        inputs: (tokens, columns), any floating dtype.
 
     Returns:
         (tokens, rows) of each, in float32.
     """
-    from iobs.inference.kernels_amx import laid_out
+    from iobs.inference.kernels_amx import lay_out
 
     matrix, parts = products[0].matrix, []
-    for piece in torch.split(given.float(), _PIECE_TOKENS):
-        layout = laid_out(piece.contiguous(), matrix.blocks, matrix.quantised)
-        parts.append([one._by_layout(layout) for one in products])
+    for piece in torch.split(inputs.float(), _PIECE_TOKENS):
+        layout = lay_out(piece.contiguous(), matrix.blocks, matrix.quantised)
+        parts.append([product._by_layout(layout) for product in products])
     return parts[0] if len(parts) == 1 else [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
@@ -221,7 +221,7 @@ def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, lis
 
     tensors = matrix.tensors
     kept: list[Tensor | NDArray[np.uint8]] = [*tensors.values()]
-    places = {name: one.data_ptr() for name, one in tensors.items()}
+    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     levels = 0
     if level == "avx2" and matrix.format.startswith("bitmask"):
         table = _table(matrix.quantised)
@@ -246,10 +246,10 @@ def _table(of_bytes: bool) -> NDArray[np.uint8]:
     return aligned(table.reshape(-1))
 
 
-def aligned(given: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def aligned(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """A copy of bytes at an address that is a multiple of 64."""
-    room = np.zeros(given.size + 64, np.uint8)
+    room = np.zeros(values.size + 64, np.uint8)
     start = -room.ctypes.data % 64
-    found = room[start : start + given.size]
-    found[:] = given
-    return found
+    copy = room[start : start + values.size]
+    copy[:] = values
+    return copy

@@ -14,9 +14,9 @@ class _WithoutGradient(torch.autograd.Function):
     """A function whose gradient is an error."""
 
     @staticmethod
-    def forward(ctx: object, given: Tensor, anchor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: object, inputs: Tensor, anchor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute, recording nothing."""
-        return compute(given)
+        return compute(inputs)
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> None:
@@ -27,7 +27,7 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def without_gradient(compute: Callable[[Tensor], Tensor], given: Tensor, trained: bool = True) -> Tensor:
+def without_gradient(compute: Callable[[Tensor], Tensor], inputs: Tensor, trained: bool = True) -> Tensor:
     """Apply a function that has no gradient.
 
     Where torch records, the output asks for a gradient as that of a dense layer does, and `backward` through it is a
@@ -35,7 +35,7 @@ def without_gradient(compute: Callable[[Tensor], Tensor], given: Tensor, trained
 
     Args:
         compute: the function.
-        given: its argument.
+        inputs: its argument.
         trained: the dense layer had a weight that asks for a gradient.
 
     Raises:
@@ -46,13 +46,13 @@ def without_gradient(compute: Callable[[Tensor], Tensor], given: Tensor, trained
             "A layer that iobs.accelerate or iobs pack stored cannot be traced. Trace or export the dense model."
         )
     if not torch.is_grad_enabled():
-        return compute(given)
-    if trained or given.requires_grad:
+        return compute(inputs)
+    if trained or inputs.requires_grad:
         anchor = torch.empty(0, requires_grad=True)  # so that the output asks for a gradient
-        found: Tensor = _WithoutGradient.apply(given, anchor, compute)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _WithoutGradient.apply(inputs, anchor, compute)  # type: ignore[no-untyped-call]
+        return output
     with torch.no_grad():
-        return compute(given)
+        return compute(inputs)
 
 
 def buffers_after(
@@ -66,10 +66,10 @@ def buffers_after(
         prefix: of the module's names in the state dict.
         metadata: of the module, as torch gives it to `_load_from_state_dict`.
     """
-    found = {}
-    for name, own in module.named_buffers(recurse=False):
-        given = state.get(f"{prefix}{name}", own)
-        if not isinstance(given, Tensor) or given.shape != own.shape:
+    buffers = {}
+    for name, buffer in module.named_buffers(recurse=False):
+        loaded = state.get(f"{prefix}{name}", buffer)
+        if not isinstance(loaded, Tensor) or loaded.shape != buffer.shape:
             return None
-        found[name] = given if metadata.get("assign_to_params_buffers") else given.to(own).contiguous()
-    return found
+        buffers[name] = loaded if metadata.get("assign_to_params_buffers") else loaded.to(buffer).contiguous()
+    return buffers

@@ -31,18 +31,18 @@ def bytes_held(model: nn.Module) -> dict[str, int]:
         The bytes of embeddings (with an output head of the same weight), of other matrices, and of all other tensors:
         biases, norms and buffers.
     """
-    found = {"embeddings": 0, "matrices": 0, "others": 0}
+    totals = {"embeddings": 0, "matrices": 0, "others": 0}
     seen: set[tuple[int, int]] = set()
-    for one in model.modules():
-        table = isinstance(one, nn.Embedding | StoredEmbedding)
-        for tensor in (*one.parameters(recurse=False), *one.buffers(recurse=False)):
+    for module in model.modules():
+        table = isinstance(module, nn.Embedding | StoredEmbedding)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             place = tensor.data_ptr(), tensor.nbytes
             if place not in seen:
                 seen.add(place)
-                stored = isinstance(one, StoredLayer) and tensor is not one.bias
+                stored = isinstance(module, StoredLayer) and tensor is not module.bias
                 weight = stored or (isinstance(tensor, nn.Parameter) and tensor.ndim > 1)
-                found["embeddings" if weight and table else "matrices" if weight else "others"] += tensor.nbytes
-    return found
+                totals["embeddings" if weight and table else "matrices" if weight else "others"] += tensor.nbytes
+    return totals
 
 
 _DENSE = 0.95  # share of entries that are not zero, above which no solver has made zeros
@@ -73,9 +73,9 @@ def smallest_format(weight: torch.Tensor, precision: Precision, ties: bool = Tru
 
 def precision_of(model: nn.Module) -> Precision | None:
     """The fewest bits in which a layer of a model is stored; None if none is stored."""
-    formats = {one.format for one in model.modules() if isinstance(one, StoredLayer)}
+    formats = {module.format for module in model.modules() if isinstance(module, StoredLayer)}
     fewest: tuple[Precision, ...] = ("int4", "int8", "bf16")
-    return next((name for name in fewest if any(one.endswith(name) for one in formats)), None)
+    return next((name for name in fewest if any(stored.endswith(name) for stored in formats)), None)
 
 
 def stored_matrices(model: nn.Module, precision: Precision) -> Iterator[tuple[str, StoredMatrix]]:

@@ -81,9 +81,9 @@ def operation(result: Code, *arguments: Code) -> Callable[[Callable[..., Code]],
     """
 
     def decorate(build: Callable[..., Code]) -> Code:
-        def typed(*given: Code) -> Code:
-            kind = result if isinstance(result, types.Type) else result(*given)
-            signature = kind(*(arguments or given))
+        def typed(*argument_types: Code) -> Code:
+            kind = result if isinstance(result, types.Type) else result(*argument_types)
+            signature = kind(*(arguments or argument_types))
 
             def generate(context: Code, builder: Code, signed: Code, values: Sequence[Code]) -> Code:
                 made = build(builder, signed, *values)
@@ -302,9 +302,9 @@ def add_bfloats(builder: Code, signed: Code, tile: Code, tokens: Code, offset: C
         start = builder.add(builder.extract_value(tokens, token), offset)
         for part, weights in enumerate(widened):
             place = token * each + part % each
-            given = read(builder, builder.add(start, _LONG(64 * part)), lanes, 4)
+            activations = read(builder, builder.add(start, _LONG(64 * part)), lanes, 4)
             tile = builder.insert_value(
-                tile, fused_code(builder, weights, given, builder.extract_value(tile, place)), place
+                tile, fused_code(builder, weights, activations, builder.extract_value(tile, place)), place
             )
     return tile
 
@@ -313,9 +313,9 @@ def add_bfloats(builder: Code, signed: Code, tile: Code, tokens: Code, offset: C
 def add_bytes(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Code, weights: Code) -> Code:
     """Add the products of 64 int8 weights with each token's uint8 activations at `offset` bytes (vpdpbusd)."""
     for token in range(signed.args[0].count):
-        given = read(builder, builder.add(builder.extract_value(tokens, token), offset), I8x64.llvm)
+        activations = read(builder, builder.add(builder.extract_value(tokens, token), offset), I8x64.llvm)
         old = builder.extract_value(tile, token)
-        new = call(builder, "llvm.x86.avx512.vpdpbusd.512", old.type, [old, given, weights])
+        new = call(builder, "llvm.x86.avx512.vpdpbusd.512", old.type, [old, activations, weights])
         tile = builder.insert_value(tile, new, token)
     return tile
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import ModelError
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes

@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from iobs.core.files import weight_index
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, weight_index
 from iobs.errors import ModelError
 from iobs.models.output import copy_companions
 from iobs.models.ready import is_ready, read_ready, weight_of

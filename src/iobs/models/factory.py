@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from iobs.core.files import packed_hint
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, packed_hint
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task
 from iobs.models.sixteen_bits import stored_as_half

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from iobs.core.files import weight_index
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, weight_index
 from iobs.errors import OutputError, UnusableOutputError
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import PARTIAL, is_partial, locked_folder, remove_abandoned

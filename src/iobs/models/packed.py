@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from iobs.core.files import weight_files
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, weight_files
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from iobs.core.files import weight_files
-from iobs.core.paths import expanded
+from iobs.core.files import expanded, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.huggingface import context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel, unwritable

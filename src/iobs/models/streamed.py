@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError
 from iobs.models.directory import Directory
 from iobs.models.output import REPORTS, copy_companions

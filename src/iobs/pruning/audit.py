@@ -10,10 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from iobs.core.budget import BITS, Budget
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
-from iobs.core.grids import codes_and_scales, entries_of, grid_of, stored_bits
+from iobs.core.grids import BITS, Budget, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded

@@ -11,7 +11,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from iobs.core.budget import Budget
+from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a

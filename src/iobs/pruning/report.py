@@ -9,10 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from iobs.core.optional import pandas_module
-from iobs.core.paths import expanded
-from iobs.core.whole_files import replaced
-from iobs.core.wording import plural
+from iobs.core.files import expanded, replaced
+from iobs.core.wording import pandas_module, plural
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 

@@ -11,16 +11,14 @@ from iobs.solvers.interface import (
     solve_many,
 )
 from iobs.solvers.lobs import LOBS, network_bound
-from iobs.solvers.magnitude import Magnitude
-from iobs.solvers.net_trim import NetTrim, within_tolerance
+from iobs.solvers.magnitude import Magnitude, Wanda
+from iobs.solvers.net_trim import NetTrim, Trimmed, net_trim, within_tolerance
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Budget, Refinement, Solver
 from iobs.solvers.refit import Refit
-from iobs.solvers.relu_trim import Trimmed, net_trim
 from iobs.solvers.screened_swap import ScreenedSwap
 from iobs.solvers.sparsegpt import SparseGPT
 from iobs.solvers.swap import Swap
-from iobs.solvers.wanda import Wanda
 
 __all__ = [
     "ADMM",

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.factors import Factors
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
-from iobs.core.quadratic import Quadratic, Solution
+from iobs.core.quadratic import Factors, Quadratic, Solution
 from iobs.solvers.best_of import best_of, candidates
-from iobs.solvers.kernels.conjugate import improve_weights
-from iobs.solvers.kernels.inverse import shifted_inverse
-from iobs.solvers.kernels.project import project, restart
-from iobs.solvers.kernels.select import largest
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget
-from iobs.solvers.refit_weights import is_cheap, scaled
+from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
+from iobs.solvers.kernels.project import largest, project, restart
+from iobs.solvers.protocols import Budget, require_budget
+from iobs.solvers.refit import is_cheap, scaled
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,8 @@ class Schedule:
     refit: int
 
 
+# "fast" gains 4 % of its error by the start at a penalty of 0.5 and with the multiplier of the centre's projection. The
+# other two have no over-relaxation: it loses on other layers what it gains on ill-conditioned ones.
 SCHEDULES = {
     "fast": Schedule((0.5, 1.0), stages=3, iterations=6, relaxation=1.4, refit=5),
     "default": Schedule((0.25, 2.0), stages=10, iterations=40, relaxation=1.0, refit=6),
@@ -81,8 +79,8 @@ class ADMM:
         if groups.keep in (0, groups.size):
             mask = torch.full(problem.shape, groups.keep > 0, device=problem.device)
             return Solution.of(problem, problem.centre(), mask)
-        found = self._search(problem, groups)
-        return best_of(problem, pattern, candidates(problem, pattern, found, self.budget))
+        solution = self._search(problem, groups)
+        return best_of(problem, pattern, candidates(problem, pattern, solution, self.budget))
 
     def _search(self, problem: Quadratic, groups: Partition) -> Solution:
         schedule = SCHEDULES[self.budget]

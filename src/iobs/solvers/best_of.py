@@ -21,30 +21,30 @@ _ELIMINATION = 80  # (kept entries of a row)^3 / columns^2 up to which swaps cos
 _PROVABLE = 16  # columns up to which the optimum of a row is proven in milliseconds
 
 
-def candidates(problem: Quadratic, pattern: Pattern, found: Solution, budget: Budget) -> Iterator[Solution]:
+def candidates(problem: Quadratic, pattern: Pattern, solution: Solution, budget: Budget) -> Iterator[Solution]:
     """The given solution and its competitors, which depend on the budget and the size of the problem.
 
     On small problems the refitted magnitude support is a competitor. A solution that is never worse than it inherits
     the convergence rate that is proven for Top-k.
     """
-    yield found
+    yield solution
     rows, columns = problem.shape
-    work = rows * columns**3
-    if work <= _SMALL:
+    operations = rows * columns**3
+    if operations <= _SMALL:
         yield Refit()(problem, pattern, Magnitude()(problem, pattern))
         swap = Swap()
-        yield swap(problem, pattern, found)
+        yield swap(problem, pattern, solution)
         if budget == "best":
             yield swap(problem, pattern, OBC()(problem, pattern))
             if columns <= _PROVABLE and pattern.groups(problem.shape).size <= columns:
                 yield Exact()(problem, pattern)
-    elif budget == "best" and (int(found.mask.sum()) / rows) ** 3 <= _ELIMINATION * columns**2:
-        yield ScreenedSwap()(problem, pattern, found)
+    elif budget == "best" and (int(solution.mask.sum()) / rows) ** 3 <= _ELIMINATION * columns**2:
+        yield ScreenedSwap()(problem, pattern, solution)
 
 
-def best_of(problem: Quadratic, pattern: Pattern, found: Iterable[Solution]) -> Solution:
+def best_of(problem: Quadratic, pattern: Pattern, solutions: Iterable[Solution]) -> Solution:
     """The candidate of least loss: for each row, or for the whole layer if its rows share one count."""
-    first, *others = found
+    first, *others = solutions
     if not others:
         return first
     if pattern.groups(problem.shape).size > problem.shape[1]:

@@ -17,7 +17,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -77,11 +77,11 @@ def _share(inverse: Array, centres: Array, keep: int, limit: int) -> Bools:
             options[count, count:] = best[: keep + 1 - count] + table[count][0]
         choices[row], best = options.argmin(0), options.min(0)
     masks = np.zeros(centres.shape, np.bool_)
-    left = keep
+    remaining = keep
     for row in reversed(range(len(centres))):
-        count = choices[row, left]
+        count = choices[row, remaining]
         masks[row] = tables[row][count][1]
-        left -= count
+        remaining -= count
     return masks
 
 
@@ -97,15 +97,15 @@ def best_support(inverse: Array, centre: Array, groups: Partition, limit: int) -
     Raises:
         ProblemError: the search needs more nodes.
     """
-    search = _Search(groups.size, limit)
+    search = _SupportSearch(groups.size, limit)
     quota = np.full(centre.size // groups.size, groups.size - groups.keep)
-    search.run(_Node(inverse.copy(), centre.copy(), 0.0, np.zeros(centre.size, np.bool_), quota))
+    search.run(_SupportNode(inverse.copy(), centre.copy(), 0.0, np.zeros(centre.size, np.bool_), quota))
     assert search.support is not None
     return search.loss, search.support
 
 
 @dataclass(frozen=True)
-class _Node:
+class _SupportNode:
     """A node: the variables of a row that remain, and the removals left.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Node:
     quota: NDArray[np.int64]
 
 
-class _Search:
+class _SupportSearch:
     """Depth-first branch and bound for one row.
 
     Args:
@@ -138,7 +138,7 @@ class _Search:
         self.loss = np.inf
         self.support: Bools | None = None
 
-    def run(self, root: _Node) -> None:
+    def run(self, root: _SupportNode) -> None:
         """Search below a node. Open nodes are on a stack: a path has up to one node for each column."""
         opened = [root]
         while opened:
@@ -150,7 +150,7 @@ class _Search:
                 )
             opened += self._below(opened.pop())
 
-    def _below(self, node: _Node) -> tuple[_Node, ...]:
+    def _below(self, node: _SupportNode) -> tuple[_SupportNode, ...]:
         """The two nodes below one, that of the removal last; none below a leaf, or where none can be better."""
         if not node.quota.any():
             if node.loss < self.loss:
@@ -160,8 +160,8 @@ class _Search:
         diagonal = np.where(fixed, 1.0, np.diag(node.inverse))
         cost = np.where(fixed, np.inf, 0.5 * node.centre**2 / diagonal)
         # The quota-th cheapest removal of a group is a lower bound on the loss that its removals add.
-        left = node.quota > 0
-        bounds = np.sort(cost.reshape(-1, self.of), axis=1)[left, node.quota[left] - 1]
+        open_groups = node.quota > 0
+        bounds = np.sort(cost.reshape(-1, self.of), axis=1)[open_groups, node.quota[open_groups] - 1]
         if node.loss + bounds.max() >= self.loss:
             return ()
         cheapest = int(cost.argmin())
@@ -175,4 +175,4 @@ class _Search:
         fewer = node.quota.copy()
         fewer[cheapest // self.of] -= 1
         kept = replace(node, fixed=gone)
-        return kept, _Node(smaller, moved, node.loss + float(cost[cheapest]), gone, fewer)
+        return kept, _SupportNode(smaller, moved, node.loss + float(cost[cheapest]), gone, fewer)

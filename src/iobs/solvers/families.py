@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from iobs.core.budget import Budget
 from iobs.core.column_groups import Groups
+from iobs.core.grids import Budget
 from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
 from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM
@@ -19,14 +19,13 @@ from iobs.solvers.grouped.removal import Osscar, Removal
 from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
 from iobs.solvers.grouped.search import GroupSearch
 from iobs.solvers.lobs import LOBS
-from iobs.solvers.magnitude import Magnitude
+from iobs.solvers.magnitude import Magnitude, Wanda
 from iobs.solvers.net_trim import NetTrim
 from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Refinement, Solver
 from iobs.solvers.refit import Refit
 from iobs.solvers.sparsegpt import SparseGPT
 from iobs.solvers.swap import Swap
-from iobs.solvers.wanda import Wanda
 
 Solvers = Mapping[str, Callable[..., Solver]]
 Refinements = Mapping[str, Callable[..., Refinement]]
@@ -66,7 +65,7 @@ BUDGETED = {"admm", "search"}  # solvers with a `budget` option
 
 
 @dataclass(frozen=True)
-class Family:
+class SolverFamily:
     """Solvers of one kind of pattern.
 
     Attributes:
@@ -82,12 +81,12 @@ class Family:
     whole_columns: bool = False
 
 
-ENTRIES = Family(SOLVERS, REFINEMENTS, "admm")
-COLUMN_GROUPS = Family(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
-GRIDS = Family(GRID_SOLVERS, {}, "admm")
+ENTRIES = SolverFamily(SOLVERS, REFINEMENTS, "admm")
+COLUMN_GROUPS = SolverFamily(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
+GRIDS = SolverFamily(GRID_SOLVERS, {}, "admm")
 
 
-def family_of(pattern: Pattern) -> Family:
+def family_of(pattern: Pattern) -> SolverFamily:
     """The family of a pattern.
 
     Raises:
@@ -102,7 +101,7 @@ def family_of(pattern: Pattern) -> Family:
 
 
 def require_fit(pattern: Pattern, shape: tuple[int, int]) -> None:
-    """Check that a pattern fits a matrix of this shape.
+    """Raise unless a pattern fits a matrix of this shape.
 
     Raises:
         PatternError: it does not.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from iobs.core.modes import full_precision
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, RowsOf
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.core.shared_rows import RowsOf
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
 from iobs.solvers.families import (
     BUDGETED,
@@ -23,12 +22,11 @@ from iobs.solvers.families import (
     GRIDS,
     REFINEMENTS,
     SOLVERS,
-    Family,
+    SolverFamily,
     family_of,
     require_fit,
 )
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget, Refinement, Solver
+from iobs.solvers.protocols import Budget, Refinement, Solver, require_budget
 
 _RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
 _FIRST_DAMPING = 1e-6  # least damping after a failure
@@ -135,7 +133,7 @@ class _Choices:
         name: of the problem, for warnings and errors.
     """
 
-    family: Family
+    family: SolverFamily
     solver: Solver
     refinement: Refinement | None
     damping: float
@@ -143,7 +141,7 @@ class _Choices:
 
 
 def _choices(
-    family: Family,
+    family: SolverFamily,
     solver: str | Solver | None,
     refine: str | Refinement | None,
     damping: float,
@@ -174,11 +172,12 @@ def _solve_all(
     for attempt in range(_RAISES + 1):
         try:
             split = _split(live.damped(damping * mean), quadratics)
-            problems = [one if unit == 1 else one.in_units(unit) for one, unit in zip(split, units, strict=True)]
+            pairs = zip(split, units, strict=True)
+            problems = [problem if unit == 1 else problem.in_units(unit) for problem, unit in pairs]
             solutions = [choices.solver(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
             if choices.refinement is not None:
-                found = zip(problems, patterns, solutions, strict=True)
-                solutions = [choices.refinement(*each) for each in found]
+                unrefined = zip(problems, patterns, solutions, strict=True)
+                solutions = [choices.refinement(*each) for each in unrefined]
             break
         except NotPositiveDefiniteError as error:
             if attempt == _RAISES:
@@ -223,7 +222,7 @@ def _finished(
     return replace(live, mask=solution.mask) if whole_columns else live
 
 
-def _solver(family: Family, solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
+def _solver(family: SolverFamily, solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
     require_budget(budget)
     if not isinstance(solver, str):
         if options:
@@ -244,19 +243,19 @@ def _solver(family: Family, solver: str | Solver, budget: Budget, options: dict[
 
 
 def require_known_solver(solver: str | Solver) -> None:
-    """Check that a solver of some kind of patterns exists, before any work is done.
+    """Raise unless a solver of some kind of patterns exists, before any work is done.
 
     Raises:
         ProblemError: neither a name of a solver nor a function.
     """
     _require_name_or_function("solver", solver)
     if isinstance(solver, str):
-        families = [one for one in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in one.solvers]
+        families = [family for family in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in family.solvers]
         _solver([*families, ENTRIES][0], solver, "default", {})
 
 
 def require_known_refinement(refine: str | Refinement | None) -> None:
-    """Check that a refinement exists, before any work is done.
+    """Raise unless a refinement exists, before any work is done.
 
     Raises:
         ProblemError: neither None, a name of a refinement nor a function.
@@ -271,12 +270,12 @@ def _require_name_or_function(argument: str, value: object) -> None:
         raise ProblemError(f"{argument} must be a name or a function such as iobs.ADMM(), got {value!r}.")
 
 
-def _refinement(family: Family, refine: str | Refinement | None) -> Refinement | None:
+def _refinement(family: SolverFamily, refine: str | Refinement | None) -> Refinement | None:
     if refine is None or not isinstance(refine, str):
         return refine
     if refine not in family.refinements:
-        known = ", ".join(sorted(family.refinements)) or "none"
-        raise ProblemError(f"There is no refinement {refine!r} for this pattern; choose one of {known}.")
+        names = ", ".join(sorted(family.refinements)) or "none"
+        raise ProblemError(f"There is no refinement {refine!r} for this pattern; choose one of {names}.")
     return family.refinements[refine]()
 
 
@@ -292,8 +291,8 @@ def _unit(quadratic: Quadratic, pattern: Pattern) -> float:
     """Power of two to divide the weights by, so that their squares do not overflow or underflow in float32."""
 
     def largest(rows: Tensor) -> float:
-        found = float(rows.abs().max())
-        return pattern.most(found) if isinstance(pattern, RowsOf) else found
+        size = float(rows.abs().max())
+        return pattern.most(size) if isinstance(pattern, RowsOf) else size
 
     if quadratic.centred:
         assert quadratic.anchor is not None

@@ -1,4 +1,4 @@
-"""Magnitude pruning: keep the largest entries of the centre without an update."""
+"""Pruning without an update of the weights: magnitude, and Wanda, magnitude in the metric of diag(H)."""
 
 from __future__ import annotations
 
@@ -19,3 +19,17 @@ class Magnitude:
         """Keep the largest entries of the centre and set the others to zero."""
         centre = problem.centre()
         return Solution.of(problem, centre, top_mask(centre.abs(), pattern))
+
+
+@dataclass(frozen=True)
+class Wanda:
+    """Keep the entries of largest c_ij^2 H_jj: |weight| times the norm of the input (Sun et al., 2023).
+
+    This is OBD on a quadratic. The published method prunes each row separately: use `Unstructured(s, per="row")`.
+    """
+
+    def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
+        """Set the entries of the centre with the least saliency to zero."""
+        centre = problem.centre()
+        scores = centre.square() * problem.operator.diagonal()
+        return Solution.of(problem, centre, top_mask(scores, pattern))

@@ -12,8 +12,8 @@ from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.screen import Rows, swap_rows
-from iobs.solvers.options import require_whole
-from iobs.solvers.refit_weights import scaled
+from iobs.solvers.protocols import require_whole
+from iobs.solvers.refit import scaled
 from iobs.solvers.swap import exchange_pairs
 
 _REFIT = 5  # conjugate gradient steps after each pass, for rows that exchanged an entry with another row
@@ -61,10 +61,10 @@ class ScreenedSwap:
             rows.weight = improve_weights(hessian, linear, rows.mask, rows.weight.mul_(rows.mask), _REFIT)
             moved = (rows.mask != before).any(1)
         stats = {**solution.stats, "swaps": int(rows.swaps.sum()), "exchanges": exchanges}
-        found = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
-        if float(found.loss.sum()) > float(solution.loss.sum()):
+        refined = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
+        if float(refined.loss.sum()) > float(solution.loss.sum()):
             return replace(solution, stats=stats)
-        return found
+        return refined
 
 
 def _exchange(rows: Rows) -> int:

@@ -12,7 +12,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
 
@@ -44,7 +44,7 @@ class Swap:
         """
         groups = pattern.groups(problem.shape)
         hessian, linear, scale = _scaled(problem)
-        search = _Search(hessian, linear, groups)
+        search = _SwapSearch(hessian, linear, groups)
         mask = solution.mask.clone()
         weight = torch.zeros_like(linear)
         search.swap_in_rows(mask, weight, range(len(mask)))
@@ -52,10 +52,10 @@ class Swap:
         weight = (weight / scale).to(problem.dtype)
         stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
         stats["certified"] = certified
-        found = Solution.of(problem, weight, mask, **stats)
-        if float(found.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
+        refined = Solution.of(problem, weight, mask, **stats)
+        if float(refined.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
             return replace(solution, stats=stats)
-        return found
+        return refined
 
 
 def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +70,7 @@ def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:
     return hessian.contiguous(), problem.linear.double() / scale, scale
 
 
-class _Search:
+class _SwapSearch:
     """State of the search: the best single removal and the best single admission of every row."""
 
     def __init__(self, hessian: Tensor, linear: Tensor, groups: Partition) -> None:

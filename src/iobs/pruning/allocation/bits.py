@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from iobs.core.budget import BITS, MOST, Budget
+from iobs.core.grids import BITS, MOST, Budget
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import PatternError, ProblemError

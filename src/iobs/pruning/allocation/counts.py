@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.core.budget import Budget
-from iobs.core.grids import entries_of
+from iobs.core.grids import Budget, entries_of
 from iobs.core.patterns import Grid, Pattern, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer

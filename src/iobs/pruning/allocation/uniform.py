@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from iobs.core.budget import BITS, Budget
+from iobs.core.grids import BITS, Budget
 from iobs.pruning.network.layers import Layer
 
 Choice = tuple[int, int]  # bits, and number of kept entries

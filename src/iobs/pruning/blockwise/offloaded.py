@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line
 from iobs.pruning.blockwise.memory_blocks import MemoryBlocks, parts_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.pruning.allocation.sensitivity import CURVE_TOKENS
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE

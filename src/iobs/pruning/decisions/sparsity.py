@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 
 from torch import Tensor
 
-from iobs.core.budget import BITS, Budget
-from iobs.core.grids import on_grid_of
+from iobs.core.grids import BITS, Budget, on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.core.structured import Structured
@@ -26,7 +25,7 @@ from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples.batches import positions
 from iobs.pruning.workspace import Decisions, Workspace
 from iobs.solvers.admm import ADMM
-from iobs.solvers.gridded.quick import QuickGrid
+from iobs.solvers.gridded.search import QuickGrid
 
 _DAMAGE = 1.0  # held-out KL divergence of the first projection, in nats, above which growing sparsity pays
 

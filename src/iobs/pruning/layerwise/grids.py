@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from iobs.core.budget import Budget
-from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
+from iobs.core.grids import Budget, codes_and_scales, grid_of, over_columns, snapped
 from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError

@@ -11,9 +11,8 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, grid_of
-from iobs.core.patterns import NM, Grid, Pattern, Unstructured, top_mask
+from iobs.core.patterns import NM, Grid, Pattern, RowsOf, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.core.shared_rows import RowsOf
 from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for

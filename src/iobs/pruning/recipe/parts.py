@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from iobs.core.budget import Budget
+from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.pruning.samples.batches import Batch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from iobs.core.budget import Budget
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
+from iobs.core.grids import Budget
 from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.parts import NETWORK_SOLVERS, Allocation, BlockFit, FineTune, Rounds, Rule, as_allocation

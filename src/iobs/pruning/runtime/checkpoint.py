@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.fingerprint import differences

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from iobs.core.paths import expanded
+from iobs.core.files import expanded
 from iobs.errors import OutputError
 
 if sys.platform != "win32":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from iobs.core.quiet import silenced
+from iobs.core.modes import silenced
 from iobs.core.structured import Runtime
 from iobs.errors import ModelError, ProblemError, first_line
 

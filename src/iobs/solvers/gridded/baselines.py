@@ -16,9 +16,9 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
 from iobs.solvers.gridded.feedback import BLOCK, Rounding, feed_back
 from iobs.solvers.gridded.lattice import on_grid, parts, rounded, search_scales, working_dtype
-from iobs.solvers.kernels.select import largest
-from iobs.solvers.options import require_whole
-from iobs.solvers.wanda import Wanda
+from iobs.solvers.kernels.project import largest
+from iobs.solvers.magnitude import Wanda
+from iobs.solvers.protocols import require_whole
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,26 @@ def _one_pass(problem: Quadratic, grid: Grid, groups: Partition, block: int) -> 
     unit = groups.size if groups.size < centre.shape[1] else 1
     block = math.lcm(grid.group * max(1, block // grid.group), unit)
 
-    def begin_block(current: Tensor, own: slice) -> Rounding:
+    def begin_block(current: Tensor, span: slice) -> Rounding:
         if groups.keep < groups.size:
-            mask[:, own] = _block_mask(current * upper.diagonal()[own], own, centre.shape[1], groups)
-        for group in range(own.start // grid.group, -(-own.stop // grid.group)):
-            part = slice(group * grid.group - own.start, min((group + 1) * grid.group, own.stop) - own.start)
-            kept = mask[:, own][:, part]
-            found = search_scales(current[:, part], kept, diagonal[own][part], grid, problem.dtype)
-            scales[:, group] = found[:, 0]
-        spread = over_columns(scales, grid, centre.shape[1])[:, own]
-        return lambda values, j: rounded(values, spread[:, j], grid.levels) * mask[:, own.start + j]
+            mask[:, span] = _block_mask(current * upper.diagonal()[span], span, centre.shape[1], groups)
+        for group in range(span.start // grid.group, -(-span.stop // grid.group)):
+            part = slice(group * grid.group - span.start, min((group + 1) * grid.group, span.stop) - span.start)
+            kept = mask[:, span][:, part]
+            best_scales = search_scales(current[:, part], kept, diagonal[span][part], grid, problem.dtype)
+            scales[:, group] = best_scales[:, 0]
+        spread = over_columns(scales, grid, centre.shape[1])[:, span]
+        return lambda values, j: rounded(values, spread[:, j], grid.levels) * mask[:, span.start + j]
 
     weight = feed_back(centre, upper, begin_block, block)
     return on_grid(problem, codes_of(weight, scales, grid), scales, mask, grid)
 
 
-def _block_mask(saliency: Tensor, own: slice, columns: int, groups: Partition) -> Tensor:
+def _block_mask(saliency: Tensor, span: slice, columns: int, groups: Partition) -> Tensor:
     """Mask of one block with cumulative counts that add up to the count of the layer."""
     if groups.size < columns:
         return largest(saliency, Partition(saliency.numel() // groups.size, groups.size, groups.keep))
-    return largest(saliency, groups.in_columns(own, columns))
+    return largest(saliency, groups.in_columns(span, columns))
 
 
 def codes_of(weight: Tensor, scales: Tensor, grid: Grid) -> Tensor:
@@ -136,8 +136,8 @@ class OBROrder:
             moved = linalg.solve_on_support(rest, -fixed @ hessian[:half, half:], kept).to(dtype)
             centre[:, half:] += moved
 
-        def begin_block(_: Tensor, own: slice) -> Rounding:
-            step, kept = spread[:, half:][:, own], mask[:, half:][:, own]
+        def begin_block(_: Tensor, span: slice) -> Rounding:
+            step, kept = spread[:, half:][:, span], mask[:, half:][:, span]
             return lambda values, j: rounded(values, step[:, j], grid.levels) * kept[:, j]
 
         upper = linalg.upper_factor(hessian[half:, half:])

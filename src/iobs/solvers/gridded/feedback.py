@@ -8,6 +8,7 @@ GPTQ (Frantar et al., 2023) without an inverse, and Babai's nearest plane algori
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from iobs.core import linalg
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.gridded.lattice import rounded
-from iobs.solvers.kernels.paths import Lattice, round_along_paths
+from iobs.solvers.kernels.threads import over_rows
 
 _BATCH = 1 << 24  # entries of a batch of factors of supports
 # Sum over rows of (kept entries)^3 up to which each row gets feedback through its own support.
@@ -45,12 +46,12 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
     weight, error = torch.empty_like(centre), torch.zeros_like(centre)
     diagonal = upper.diagonal()
     for first in range(0, centre.shape[1], block):
-        own = slice(first, min(first + block, centre.shape[1]))
-        carried = error[:, :first] @ upper[:first, own]
-        identity = torch.eye(own.stop - first, dtype=upper.dtype, device=upper.device)
-        inverse = torch.linalg.solve_triangular(upper[own, own], identity, upper=True)
-        rounding = begin_block(centre[:, own] - carried @ inverse, own)
-        for j in range(first, own.stop):
+        span = slice(first, min(first + block, centre.shape[1]))
+        carried = error[:, :first] @ upper[:first, span]
+        identity = torch.eye(span.stop - first, dtype=upper.dtype, device=upper.device)
+        inverse = torch.linalg.solve_triangular(upper[span, span], identity, upper=True)
+        rounding = begin_block(centre[:, span] - carried @ inverse, span)
+        for j in range(first, span.stop):
             pushed = carried[:, j - first] + error[:, first:j] @ upper[first:j, j]
             weight[:, j] = rounding(centre[:, j] - pushed / diagonal[j], j - first)
             error[:, j] = weight[:, j] - centre[:, j]
@@ -58,7 +59,7 @@ def feed_back(centre: Tensor, upper: Tensor, begin_block: Callable[[Tensor, slic
 
 
 def is_affordable(mask: Tensor) -> bool:
-    """Check that rounding with feedback through the support of each row takes little time."""
+    """True if rounding with feedback through the support of each row takes little time."""
     return bool(mask.all()) or float(mask.sum(1).double().pow(3).sum()) <= _AFFORDABLE
 
 
@@ -73,7 +74,7 @@ def round_with_feedback(
         spread: (rows, d), scale of every entry, in the dtype of the problem.
         levels: largest multiple of a scale.
         order: (d,), columns in the order of rounding.
-        paths: roundings of a row that are carried along, see `kernels/paths.py`.
+        paths: roundings of a row that are carried along, see `round_along_paths`.
 
     Returns:
         (rows, d), rounded, zero outside the mask.
@@ -87,14 +88,14 @@ def round_with_feedback(
     centre, steps = problem.centre()[:, order].contiguous(), spread[:, order].contiguous()
     upper = linalg.upper_factor(problem.matrix[order][:, order])
     if rows * columns * columns * paths <= _AFFORDABLE_PATHS:
-        found = round_along_paths(Lattice(centre, upper.T.contiguous()[None], steps, mask.sum(1), levels), paths)
+        weight = round_along_paths(Lattice(centre, upper.T.contiguous()[None], steps, mask.sum(1), levels), paths)
     else:
 
-        def begin_block(_: Tensor, own: slice) -> Rounding:
-            return lambda values, j: rounded(values, steps[:, own.start + j], levels)
+        def begin_block(_: Tensor, span: slice) -> Rounding:
+            return lambda values, j: rounded(values, steps[:, span.start + j], levels)
 
-        found = feed_back(centre, upper, begin_block, BLOCK)
-    return torch.empty_like(found).index_copy_(1, order, found)
+        weight = feed_back(centre, upper, begin_block, BLOCK)
+    return torch.empty_like(weight).index_copy_(1, order, weight)
 
 
 def _round_on_supports(
@@ -117,8 +118,8 @@ def _round_on_supports(
         right = (linear[rows].gather(1, index) * real)[:, :, None]
         half = torch.linalg.solve_triangular(upper, right, upper=True)
         centre = torch.linalg.solve_triangular(lower, half, upper=False)[:, :, 0].contiguous()
-        found = round_along_paths(Lattice(centre, lower, spread[rows].gather(1, index), counts[rows], levels), paths)
-        weight[rows] = torch.zeros_like(weight[rows]).scatter_(1, index, found.to(weight.dtype))
+        points = round_along_paths(Lattice(centre, lower, spread[rows].gather(1, index), counts[rows], levels), paths)
+        weight[rows] = torch.zeros_like(weight[rows]).scatter_(1, index, points.to(weight.dtype))
     return weight
 
 
@@ -180,3 +181,78 @@ def feedback_order(hessian: Tensor) -> Tensor:
         if last < columns:
             inverse.addmm_(factor, factor.T, alpha=-1)
     return order
+
+
+# ---- Rounding with error feedback along several paths: of all roundings of a row the best few prefixes go on
+# Let U U^T = H, U upper triangular. The loss of a row v above that of its centre c is ||(v - c) U||^2 / 2. This is a
+# sum over columns, and its term j depends on the columns up to j alone. Each path takes the two grid points around the
+# value that cancels its term. The paths of least sum survive: the M-algorithm, or K-best decoding. One path is Babai's
+# nearest plane algorithm, the feedback of GPTQ.
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Rows that are to be rounded.
+
+    Attributes:
+        centre: (rows, n) contiguous.
+        lower: U^T, (rows, n, n) contiguous, or (1, n, n) for all rows.
+        scales: (rows, n) contiguous, distance of the grid points of each entry.
+        counts: (rows,) int64, entries of each row that are rounded, from the first on.
+        levels: largest multiple of the scale.
+    """
+
+    centre: Tensor
+    lower: Tensor
+    scales: Tensor
+    counts: Tensor
+    levels: int
+
+
+def round_along_paths(lattice: Lattice, paths: int) -> Tensor:
+    """Rounded rows, (rows, n); zero after the entries that are rounded.
+
+    Args:
+        lattice: the rows.
+        paths: prefixes of a row that are kept.
+    """
+    return (round_numba if lattice.centre.device.type == "cpu" else round_torch)(lattice, paths)
+
+
+def round_torch(lattice: Lattice, paths: int) -> Tensor:
+    """Torch form of `round_along_paths`, with all rows at once."""
+    centre, lower, scales = lattice.centre, lattice.lower, lattice.scales
+    rows, n = centre.shape
+    error = centre.new_zeros(rows, 1, n)
+    cost = centre.new_zeros(rows, 1)
+    for j in range(n):
+        pivot, scale = lower[:, j, j][:, None], scales[:, j][:, None]
+        value = centre[:, j][:, None] - (error[:, :, :j] @ lower[:, j, :j, None])[:, :, 0] / pivot
+        below = (value / scale).floor_().clamp_(-lattice.levels, lattice.levels - 1)
+        points = torch.stack([below, below + 1], 2) * scale[:, :, None]
+        costs = cost[:, :, None] + ((points - value[:, :, None]) * pivot[:, :, None]).square()
+        real = (lattice.counts > j)[:, None]
+        # A row that has ended keeps its paths: each has one continuation, without an error.
+        ended = torch.stack([cost, torch.full_like(cost, torch.inf)], 2)
+        costs = torch.where(real[:, :, None], costs, ended).flatten(1)
+        kept = costs.sort(dim=1, stable=True).indices[:, :paths]
+        cost = costs.gather(1, kept)
+        error = error.gather(1, (kept // 2)[:, :, None].expand(-1, -1, n))
+        new = points.flatten(1).gather(1, kept) - centre[:, j][:, None]
+        error[:, :, j] = torch.where(real, new, torch.zeros_like(new))
+    best = cost.argmin(1)
+    values = centre + error[torch.arange(rows, device=centre.device), best]
+    real = torch.arange(n, device=centre.device) < lattice.counts[:, None]
+    return torch.where(real, values, torch.zeros_like(values))
+
+
+def round_numba(lattice: Lattice, paths: int) -> Tensor:
+    """Numba form of `round_along_paths`, row by row."""
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    result = torch.zeros_like(lattice.centre)
+    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts, result
+    arrays = [tensor.numpy() for tensor in tensors]
+    loop: Callable[..., None] = kernel.rounded
+    over_rows(lambda start, stop: loop(start, stop, *arrays, lattice.levels, paths), len(result))
+    return result

@@ -47,23 +47,23 @@ def search_scales(values: Tensor, mask: Tensor, diagonal: Tensor, grid: Grid, dt
         grid: the grid.
         dtype: the scales are numbers of this dtype, so that a value is one product in it.
     """
-    found = []
+    scales = []
     for first in range(0, values.shape[1], grid.group):
         part = slice(first, first + grid.group)
-        own, kept = values[:, part], mask[:, part]
+        entries, kept = values[:, part], mask[:, part]
         weight = diagonal[part] * kept
-        largest = (own.abs() * kept).amax(1, keepdim=True)
+        largest = (entries.abs() * kept).amax(1, keepdim=True)
         largest = torch.where(largest > 0, largest, torch.ones_like(largest)) / grid.levels
         best = torch.full_like(largest, torch.inf)
         scale = largest.clone()
         for shrink in torch.linspace(1.0, 0.5, _SHRINKS).tolist():
             trial = (largest * shrink).to(dtype)
             trial = trial.masked_fill(trial == 0, torch.finfo(dtype).tiny).to(values.dtype)  # it may underflow
-            error = ((rounded(own, trial, grid.levels) - own).square_() * weight).sum(1, keepdim=True)
+            error = ((rounded(entries, trial, grid.levels) - entries).square_() * weight).sum(1, keepdim=True)
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, trial, scale)
-        found.append(scale)
-    return torch.cat(found, 1)
+        scales.append(scale)
+    return torch.cat(scales, 1)
 
 
 def refit_scales(codes: Tensor, scales: Tensor, problem: Quadratic, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -97,16 +97,16 @@ def _refitted(codes: Tensor, scales: Tensor, linear: Tensor, hessian: Tensor, gr
     padded = by_group(codes)
     system = codes.new_empty(rows, groups, groups)
     for group in range(groups):
-        own = slice(group * width, min((group + 1) * width, columns))
-        system[:, group] = (by_group(codes[:, own] @ hessian[own]) * padded).sum(2)
+        span = slice(group * width, min((group + 1) * width, columns))
+        system[:, group] = (by_group(codes[:, span] @ hessian[span]) * padded).sum(2)
     right = by_group(codes * linear).sum(2)
     empty = ~padded.any(2)
     system.diagonal(dim1=1, dim2=2)[empty] = 1
     right = torch.where(empty, scales, right)
     factor, info = torch.linalg.cholesky_ex(system)
-    found = torch.cholesky_solve(right[:, :, None], factor)[:, :, 0].to(dtype).to(scales.dtype)
-    usable = (info == 0) & torch.isfinite(found).all(1) & (found > 0).all(1)
-    return torch.where(usable[:, None], found, scales)
+    fitted = torch.cholesky_solve(right[:, :, None], factor)[:, :, 0].to(dtype).to(scales.dtype)
+    usable = (info == 0) & torch.isfinite(fitted).all(1) & (fitted > 0).all(1)
+    return torch.where(usable[:, None], fitted, scales)
 
 
 def on_grid(problem: Quadratic, codes: Tensor, scales: Tensor, mask: Tensor, grid: Grid, **stats: object) -> Solution:

@@ -17,7 +17,7 @@ from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.grouped.system import blocks, columns_of, definite_factor, groups_of, kept_groups, refitted, spread
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _LEAST = 1e-10  # least gain of an exchange, relative to the energy that the kept groups capture
 _PAIRS = 1 << 22  # entries of the blocks of one batch of pairs
@@ -51,10 +51,10 @@ class Exchange:
         tableau = Tableau.of(problem, labels)
         kept, swaps, certified = exchanged(tableau, kept_groups(solution.mask, labels), self.passes)
         stats = {**solution.stats, "swaps": swaps, "certified": certified}
-        found = refitted(problem, labels, kept, **stats)
-        if float(found.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
+        refined = refitted(problem, labels, kept, **stats)
+        if float(refined.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
             return replace(solution, stats=stats)
-        return found
+        return refined
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Tableau:
         chosen = linear[:, slots.clamp_min(0)].masked_fill(slots < 0, 0)
         return cls(spread(problem.matrix.double(), columns, 1.0), chosen, len(columns))
 
-    def at(self, kept: Tensor) -> View:
+    def at(self, kept: Tensor) -> ExchangeView:
         """Gains and costs at the kept groups, boolean (groups,)."""
         size = len(self.hessian) // self.groups
         inside, outside = kept.nonzero().flatten(), (~kept).nonzero().flatten()
         steps = torch.arange(size, device=kept.device)
-        k, o = ((one[:, None] * size + steps).flatten() for one in (inside, outside))
+        k, o = ((chosen[:, None] * size + steps).flatten() for chosen in (inside, outside))
         crossed = self.hessian[k][:, o]
         factor = definite_factor(self.hessian[k][:, k])
         spread_ = torch.cholesky_solve(crossed, factor)
@@ -95,17 +95,17 @@ class Tableau:
         residual = self.linear[:, o] - weight @ crossed
         schur = _paired(crossed, spread_, len(outside)).neg_().add_(blocks(self.hessian[o][:, o], len(outside)))
         captured = float((weight * self.linear[:, k]).sum())
-        return View(inside, outside, torch.cholesky_inverse(factor), spread_, weight, residual, schur, captured)
+        return ExchangeView(inside, outside, torch.cholesky_inverse(factor), spread_, weight, residual, schur, captured)
 
 
-def _paired(left: Tensor, right: Tensor, groups: int) -> Tensor:
+def _paired(first: Tensor, second: Tensor, groups: int) -> Tensor:
     """Blocks left_g^T right_g of two matrices whose columns are groups, (groups, size, size)."""
-    shape = left.shape[0], groups, left.shape[1] // max(1, groups)
-    return torch.einsum("ngi,ngj->gij", left.reshape(shape), right.reshape(shape))
+    shape = first.shape[0], groups, first.shape[1] // max(1, groups)
+    return torch.einsum("ngi,ngj->gij", first.reshape(shape), second.reshape(shape))
 
 
 @dataclass(frozen=True)
-class View:
+class ExchangeView:
     """State at one set of kept groups; names as in the module's text.
 
     Attributes:
@@ -139,7 +139,7 @@ class View:
         table = torch.full((k, o), -torch.inf, dtype=torch.float64, device=self.schur.device)
         crossed = (self.weight.T @ self.residual).reshape(k, size, o, size)
         coupled = self.spread.reshape(k, size, o, size)
-        own = blocks(self.inverse, k)
+        inverse_blocks = blocks(self.inverse, k)
         gram = _paired(self.weight, self.weight, k)
         step = max(1, _PAIRS // (k * size * size))
         best = 0.0
@@ -152,7 +152,7 @@ class View:
             us = u @ s[:, None]
             first = x @ us.transpose(2, 3)
             moved = gram - first - first.transpose(2, 3) + us @ energy[chosen, None] @ us.transpose(2, 3)
-            removal = _cost(own + us @ u.transpose(2, 3), moved)
+            removal = _cost(inverse_blocks + us @ u.transpose(2, 3), moved)
             table[:, chosen] = (admission[chosen, None] - removal).T
             best = max(best, float(table[:, chosen].max()))
         return table

@@ -23,7 +23,7 @@ from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.grouped.exchange import Tableau, exchanged
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, groups_of, refitted
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -94,15 +94,15 @@ def prove(system: GroupSystem, kept: Tensor, limit: int) -> Proof:
     if len(removed) in (0, groups):
         return Proof(kept, True, 0)
     inverse, energy = system.inverse.cpu().numpy(), system.energy.cpu().numpy()
-    search = _Search(size, removed, limit)
+    search = _SetSearch(size, removed, limit)
     try:
         search.best = search.joint(inverse, energy, np.array(removed))
         search.visit(inverse, energy, np.arange(groups), [], 0.0)
     except np.linalg.LinAlgError as error:
         raise NotPositiveDefiniteError(_INDEFINITE) from error
-    found = torch.ones_like(kept)
-    found[search.removed] = False
-    return Proof(found, search.nodes <= limit, search.nodes)
+    best = torch.ones_like(kept)
+    best[search.removed] = False
+    return Proof(best, search.nodes <= limit, search.nodes)
 
 
 def _joint_cost(inverse: Array, energy: Array) -> float:
@@ -110,7 +110,7 @@ def _joint_cost(inverse: Array, energy: Array) -> float:
     return float(_costs(inverse[None], energy[None])[0])
 
 
-class _Search:
+class _SetSearch:
     """Depth-first search over sets of removed groups.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Search:
         if self.nodes > self.limit:
             return
         todo = len(self.removed) - len(gone)
-        costs = _costs(self._own(inverse), self._own(energy))
+        costs = _costs(self._diagonal_blocks(inverse), self._diagonal_blocks(energy))
         open_ = np.flatnonzero(costs < (self.best - lost) * (1 - _TIE))
         if len(open_) < todo:
             return
@@ -171,9 +171,9 @@ class _Search:
             return None
         every = np.array([*combinations(range(len(order)), todo)])
         bounds = lower_bounds(self._part(inverse, order, order), self._part(energy, order, order), self.size, every)
-        left = np.flatnonzero(bounds < (self.best - lost) * (1 - _TIE))
-        found: Indices = order[every[left[np.argsort(bounds[left], kind="stable")]]]
-        return found
+        promising = np.flatnonzero(bounds < (self.best - lost) * (1 - _TIE))
+        candidates: Indices = order[every[promising[np.argsort(bounds[promising], kind="stable")]]]
+        return candidates
 
     def _compute(
         self, inverse: Array, energy: Array, free: Indices, gone: list[int], lost: float, sets: Indices
@@ -218,32 +218,33 @@ class _Search:
     def _part(self, matrix: Array, rows: Indices, columns: Indices) -> Array:
         """A copy of the blocks of some groups; far faster than an index for every row and column."""
         count = len(matrix) // self.size
-        found: Array = matrix.reshape(count, self.size, count, self.size).take(rows, 0).take(columns, 2)
-        return found.reshape(len(rows) * self.size, len(columns) * self.size)
+        selected: Array = matrix.reshape(count, self.size, count, self.size).take(rows, 0).take(columns, 2)
+        return selected.reshape(len(rows) * self.size, len(columns) * self.size)
 
-    def _own(self, matrix: Array) -> Array:
+    def _diagonal_blocks(self, matrix: Array) -> Array:
         """Diagonal blocks, (groups, size, size)."""
         count = len(matrix) // self.size
         at, shape = np.arange(count), (count, self.size, count, self.size)
-        own: Array = matrix.reshape(shape)[at, :, at]
-        return own
+        diagonal: Array = matrix.reshape(shape)[at, :, at]
+        return diagonal
 
     def _step(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array, Array]:
         """P_gr, u^T = P_gg^-1 P_gr, and v^T with which removing g changes M by - u v^T - v u^T."""
-        own = np.array([group])
-        crossed = self._part(inverse, own, rest)
-        u = np.linalg.solve(self._part(inverse, own, own), crossed).astype(np.float64, copy=False)
-        return crossed, u, self._part(energy, own, rest) - 0.5 * self._part(energy, own, own) @ u
+        index = np.array([group])
+        crossed = self._part(inverse, index, rest)
+        u = np.linalg.solve(self._part(inverse, index, index), crossed).astype(np.float64, copy=False)
+        return crossed, u, self._part(energy, index, rest) - 0.5 * self._part(energy, index, index) @ u
 
     def _costs_after(self, inverse: Array, energy: Array, group: int, rest: Indices) -> Array:
         """Costs of removing each of the groups `rest` after a group: only the diagonal blocks are computed."""
         crossed, u, v = (
-            one.reshape(self.size, len(rest), self.size).transpose(1, 0, 2)
-            for one in self._step(inverse, energy, group, rest)
+            part.reshape(self.size, len(rest), self.size).transpose(1, 0, 2)
+            for part in self._step(inverse, energy, group, rest)
         )
         transposed = u.transpose(0, 2, 1)
-        own = self._own(inverse)[rest] - transposed @ crossed
-        return _costs(own, self._own(energy)[rest] - 2 * (transposed @ v))  # a trace is that of the symmetric part
+        # Only the symmetric part of M counts in a trace: -u v^T - v u^T is as good as -2 u v^T.
+        changed = self._diagonal_blocks(inverse)[rest] - transposed @ crossed
+        return _costs(changed, self._diagonal_blocks(energy)[rest] - 2 * (transposed @ v))
 
     def _without(self, inverse: Array, energy: Array, group: int, rest: Indices) -> tuple[Array, Array]:
         """P and M of the groups `rest` after the removal of a group."""
@@ -261,8 +262,8 @@ def _costs(inverse: Array, energy: Array) -> Array:
     factors, info = torch.linalg.cholesky_ex(torch.from_numpy(inverse))
     if bool(info.any()):
         raise NotPositiveDefiniteError(_INDEFINITE)
-    found: Array = (torch.cholesky_inverse(factors) * torch.from_numpy(energy)).sum((1, 2)).numpy()
-    return found
+    costs: Array = (torch.cholesky_inverse(factors) * torch.from_numpy(energy)).sum((1, 2)).numpy()
+    return costs
 
 
 def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Array:
@@ -288,11 +289,11 @@ def lower_bounds(inverse: Array, energy: Array, size: int, sets: Indices) -> Arr
     for last in range(groups):
         present = member[:, last]
         inner = pairs * present[:, None]
-        left = m[last][:, None] @ p  # M_lg P_gh, by g and h
-        right = p[last][:, None] @ p  # P_lk P_kh, by k and h: the transposes of P_hk P_kl
+        mixed = m[last][:, None] @ p  # M_lg P_gh, by g and h
+        squared = p[last][:, None] @ p  # P_lk P_kh, by k and h: the transposes of P_hk P_kl
         moments[0] += present * np.trace(m[last, last])
         moments[1] += present * (member @ np.einsum("gij,gji->g", m[last], p[:, last]))
-        flat, turned = left.reshape(groups, groups, -1), right.reshape(groups, groups, -1)
+        flat, turned = mixed.reshape(groups, groups, -1), squared.reshape(groups, groups, -1)
         moments[2] += inner @ np.einsum("ghx,hx->gh", flat, p[last].reshape(groups, -1)).ravel()
         chains = flat.transpose(1, 0, 2) @ turned.transpose(1, 2, 0)  # by h, g and k
         moments[3] += ((inner @ chains.reshape(groups**2, groups)) * member).sum(1)

@@ -16,7 +16,7 @@ from iobs.core.linalg import cholesky
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.grouped.system import GroupSystem, blocks, groups_of, refitted, traces
-from iobs.solvers.options import require_whole
+from iobs.solvers.protocols import require_whole
 
 _PENDING = 64  # columns of updates that are kept before a matrix product applies them
 
@@ -51,7 +51,7 @@ def removal_path(system: GroupSystem, keep: int = 0, batch: int = 1) -> RemovalP
     Raises:
         NotPositiveDefiniteError: rounding made a block of P indefinite.
     """
-    state = _State(system)
+    state = _RemovalState(system)
     order: list[int] = []
     losses: list[float] = []
     total = 0.0
@@ -69,7 +69,7 @@ def removal_path(system: GroupSystem, keep: int = 0, batch: int = 1) -> RemovalP
     return RemovalPath(order, losses)
 
 
-class _State:
+class _RemovalState:
     """P and M of the remaining groups, with pending updates."""
 
     def __init__(self, system: GroupSystem) -> None:
@@ -89,7 +89,8 @@ class _State:
         """Remove a group and return twice the loss that this adds."""
         at, t = slice(group * self.size, (group + 1) * self.size), self.pending
         if t + self.size > self.f.shape[1]:  # a large batch
-            self.f, self.u, self.v = (torch.cat([one, torch.zeros_like(one)], 1) for one in (self.f, self.u, self.v))
+            tables = self.f, self.u, self.v
+            self.f, self.u, self.v = (torch.cat([table, torch.zeros_like(table)], 1) for table in tables)
         f_old, u_old, v_old = self.f[:, :t], self.u[:, :t], self.v[:, :t]
         f = self.inverse[at].T - u_old @ f_old[at].T  # P and M are symmetric: rows lie together in memory
         m = self.energy[at].T - u_old @ v_old[at].T - v_old @ u_old[at].T
@@ -121,13 +122,13 @@ class _State:
         """Apply the pending updates once there are enough of them, and drop the removed groups."""
         if self.pending < _PENDING:
             return
-        left = (~self.gone).nonzero().flatten()
-        slots = (left[:, None] * self.size + torch.arange(self.size, device=left.device)).flatten()
-        f, u, v = (one[slots, : self.pending] for one in (self.f, self.u, self.v))
+        remaining = (~self.gone).nonzero().flatten()
+        slots = (remaining[:, None] * self.size + torch.arange(self.size, device=remaining.device)).flatten()
+        f, u, v = (table[slots, : self.pending] for table in (self.f, self.u, self.v))
         self.inverse = self.inverse[slots][:, slots].addmm_(u, f.T, alpha=-1)
         self.energy = self.energy[slots][:, slots].addmm_(u, v.T, alpha=-1).addmm_(v, u.T, alpha=-1)
-        self.names = [self.names[group] for group in left.tolist()]
-        self.groups = len(left)
+        self.names = [self.names[group] for group in remaining.tolist()]
+        self.groups = len(remaining)
         self._begin()
 
 

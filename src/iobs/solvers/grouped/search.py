@@ -12,8 +12,7 @@ from iobs.solvers.grouped.exchange import Tableau, exchanged
 from iobs.solvers.grouped.proof import prove
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem, groups_of, refitted
-from iobs.solvers.options import require_budget
-from iobs.solvers.protocols import Budget
+from iobs.solvers.protocols import Budget, require_budget
 
 _PROVABLE = 16  # groups up to which the best set is always proved
 _LIMIT = 1_000_000  # nodes of a search; more than the number of sets of 16 groups

@@ -94,17 +94,17 @@ def descend_values_torch(rows: GridRows, sweeps: int) -> None:
     for _ in range(sweeps):
         changed = torch.zeros((), dtype=torch.bool, device=rows.weight.device)  # read once a sweep: a GPU waits for it
         for first in range(0, columns, _BLOCK):
-            own = slice(first, min(first + _BLOCK, columns))
-            gradient, before = rows.gradient[:, own].clone(), rows.weight[:, own].clone()
-            for j in range(own.start, own.stop):
+            span = slice(first, min(first + _BLOCK, columns))
+            gradient, before = rows.gradient[:, span].clone(), rows.weight[:, span].clone()
+            for j in range(span.start, span.stop):
                 old, scale = rows.weight[:, j].clone(), spread[:, j]
                 codes = ((old - gradient[:, j - first] / curvature[j]) / scale).round_()
                 value = torch.where(rows.mask[:, j], codes.clamp_(-rows.levels, rows.levels) * scale, old)
-                gradient.addr_(value - old, rows.hessian[j, own])
+                gradient.addr_(value - old, rows.hessian[j, span])
                 rows.weight[:, j] = value
-            step = rows.weight[:, own] - before
+            step = rows.weight[:, span] - before
             changed |= step.any()
-            rows.gradient.addmm_(step, rows.hessian[own])
+            rows.gradient.addmm_(step, rows.hessian[span])
         if not bool(changed):
             return
 
@@ -116,8 +116,8 @@ def exchange_entries_torch(rows: GridRows, of: int, candidates: int, limit: int)
     size = max(1, _MOST_PAIRS // compared)
     for start in range(0, len(rows.weight), size):
         part = slice(start, start + size)
-        own = rows.weight[part], rows.gradient[part], rows.mask[part], rows.scales[part]
-        _exchange_in_rows(GridRows(*own, rows.hessian, rows.group, rows.levels), of, candidates, limit)
+        tensors = rows.weight[part], rows.gradient[part], rows.mask[part], rows.scales[part]
+        _exchange_in_rows(GridRows(*tensors, rows.hessian, rows.group, rows.levels), of, candidates, limit)
 
 
 def _exchange_in_rows(rows: GridRows, of: int, candidates: int, limit: int) -> None:
@@ -133,14 +133,14 @@ def _exchange_in_rows(rows: GridRows, of: int, candidates: int, limit: int) -> N
         leaving = leaving.masked_fill(~rows.mask, torch.inf)
         if of >= columns:
             entering = (-0.5 * rows.gradient.square() / curvature).masked_fill(rows.mask, torch.inf)
-            i, j = (_smallest(one, min(candidates, columns))[:, None] for one in (leaving, entering))
+            i, j = (_smallest(values, min(candidates, columns))[:, None] for values in (leaving, entering))
         else:
             i = j = torch.arange(columns, device=leaving.device).reshape(1, -1, of)
         crossed = rows.hessian[i[..., :, None], j[..., None, :]]
         gradient = entries(rows.gradient, j)[..., None, :] - crossed * entries(rows.weight, i)[..., :, None]
-        scale, own = entries(spread, j)[..., None, :], curvature[j][..., None, :]
-        value = (-gradient / own / scale).round_().clamp_(-rows.levels, rows.levels) * scale
-        change = entries(leaving, i)[..., :, None] + (gradient + 0.5 * own * value) * value
+        scale, bending = entries(spread, j)[..., None, :], curvature[j][..., None, :]
+        value = (-gradient / bending / scale).round_().clamp_(-rows.levels, rows.levels) * scale
+        change = entries(leaving, i)[..., :, None] + (gradient + 0.5 * bending * value) * value
         change = change.masked_fill(entries(rows.mask, j)[..., None, :], torch.inf).flatten(1)
         best, at = change.min(1)
         active = (best < -_least(rows)).nonzero().flatten()
@@ -150,8 +150,8 @@ def _exchange_in_rows(rows: GridRows, of: int, candidates: int, limit: int) -> N
         n = i.shape[-1]
         first = at // n**2 * n  # of the group, in the flattened index
         leave, enter = (
-            one.flatten(1).expand(len(rows.weight), -1)[active, first + place]
-            for one, place in ((i, at % n**2 // n), (j, at % n))
+            index.flatten(1).expand(len(rows.weight), -1)[active, first + place]
+            for index, place in ((i, at % n**2 // n), (j, at % n))
         )
         new = value.flatten(1)[active, at]
         rows.gradient[active] += new[:, None] * rows.hessian[enter]
@@ -223,9 +223,9 @@ def _improvable(rows: GridRows) -> int:
     from iobs.solvers.kernels import descend_numba as kernel
 
     count: Callable[..., None] = kernel.improvable
-    arrays, found = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
-    over_rows(lambda start, stop: count(start, stop, *arrays, found.numpy()), len(found))
-    return int(found.sum())
+    arrays, changes = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
+    over_rows(lambda start, stop: count(start, stop, *arrays, changes.numpy()), len(changes))
+    return int(changes.sum())
 
 
 def _sweep_in_blocks(rows: GridRows) -> None:
@@ -233,14 +233,14 @@ def _sweep_in_blocks(rows: GridRows) -> None:
     from iobs.solvers.kernels import descend_numba as kernel
 
     count, columns = rows.weight.shape
-    weight, gradient, mask, scales = (one.numpy() for one in (rows.weight, rows.gradient, rows.mask, rows.scales))
+    weight, gradient, mask, scales = (tensor.numpy() for tensor in (rows.weight, rows.gradient, rows.mask, rows.scales))
     for first in range(0, columns, _BLOCK):
-        own = slice(first, min(first + _BLOCK, columns))
-        hessian = rows.hessian[own, own].contiguous()
-        step = torch.empty(count, own.stop - first, dtype=rows.weight.dtype)
+        span = slice(first, min(first + _BLOCK, columns))
+        hessian = rows.hessian[span, span].contiguous()
+        step = torch.empty(count, span.stop - first, dtype=rows.weight.dtype)
         arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first, step.numpy()
         over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays), count)  # noqa: B023
-        rows.gradient.addmm_(step, rows.hessian[own])
+        rows.gradient.addmm_(step, rows.hessian[span])
 
 
 def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Numba loops of `descend.py`."""
+"""Numba loops for weights on a grid: of `descend.py`, and of the roundings in `gridded/feedback.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from iobs.solvers.kernels.select_numba import kth_smallest
+from iobs.solvers.kernels.project_numba import kth_smallest
 
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
@@ -29,10 +29,17 @@ def _shift(gradient: Floats, row: Floats, step: float) -> None:
 
 @njit(nogil=True, cache=True)
 def _improve(
-    w: Floats, g: Floats, hessian: Floats, own: np.floating, j: int, scale: np.floating, top: np.floating, first: int
+    w: Floats,
+    g: Floats,
+    hessian: Floats,
+    curvature: np.floating,
+    j: int,
+    scale: np.floating,
+    top: np.floating,
+    first: int,
 ) -> bool:
-    """Set entry j, of curvature `own`, to its best value on the grid, and shift the gradient from column `first` on."""
-    x = _point(w[j] - g[j] / own, scale, top)
+    """Set entry j to its best value on the grid, and shift the gradient from column `first` on."""
+    x = _point(w[j] - g[j] / curvature, scale, top)
     if x == w[j]:
         return False
     _shift(g[first:], hessian[j, first:], x - w[j])
@@ -43,10 +50,10 @@ def _improve(
 @njit(nogil=True, cache=True)
 def _diagonal(hessian: Floats) -> Floats:
     """A copy of the diagonal: its entries lie far apart in the matrix, and each would be read from far memory."""
-    found = np.empty(len(hessian), hessian.dtype)
-    for j in range(found.size):
-        found[j] = hessian[j, j]
-    return found
+    diagonal = np.empty(len(hessian), hessian.dtype)
+    for j in range(diagonal.size):
+        diagonal[j] = hessian[j, j]
+    return diagonal
 
 
 @njit(nogil=True, cache=True)
@@ -59,8 +66,8 @@ def _least(weight: Floats, hessian: Floats) -> float:
 
 
 @njit(nogil=True, cache=True)
-def smallest(values: Floats, count: int, found: Indices) -> int:
-    """Write the indices of the `count` smallest finite values to `found`, ascending; return their number."""
+def smallest(values: Floats, count: int, indices: Indices) -> int:
+    """Write the indices of the `count` smallest finite values to `indices`, ascending; return their number."""
     bound = kth_smallest(values, count - 1) if count < values.size else values.max()
     ties = count
     for j in range(values.size):
@@ -69,7 +76,7 @@ def smallest(values: Floats, count: int, found: Indices) -> int:
     for j in range(values.size):
         tied = values[j] == bound and ties > 0
         if (values[j] < bound or tied) and values[j] < np.inf:
-            found[made] = j
+            indices[made] = j
             made += 1
             ties -= tied
     return made
@@ -113,7 +120,7 @@ def improvable(
     hessian: Floats,
     group: int,
     levels: int,
-    found: Indices,
+    counts: Indices,
 ) -> None:
     """Write the number of values of rows `start` to `stop` that would change if all others stayed."""
     top = weight.dtype.type(levels)
@@ -123,7 +130,7 @@ def improvable(
         for j in range(w.size):
             if kept[j]:
                 count += _point(w[j] - g[j] / curvature[j], scales[r, j // group], top) != w[j]
-        found[r] = count
+        counts[r] = count
 
 
 @njit(nogil=True, cache=True)
@@ -226,7 +233,7 @@ def pairs(
     """Rows `start` to `stop` of `descend.step_pairs`."""
     d = weight.shape[1]
     ratio = np.empty(2 * d, weight.dtype)
-    found = np.empty(2 * d, np.int64)
+    indices = np.empty(2 * d, np.int64)
     at, move, alone = np.empty(2 * d, np.int64), np.empty(2 * d, weight.dtype), np.empty(2 * d, weight.dtype)
     for r in range(start, stop):
         w, g, kept = weight[r], gradient[r], mask[r]
@@ -237,24 +244,105 @@ def pairs(
                 top = (levels + 0.5) * scale
                 ratio[j] = g[j] / size + 0.5 if kept[j] and w[j] + scale < top else np.inf
                 ratio[d + j] = 0.5 - g[j] / size if kept[j] and w[j] - scale > -top else np.inf
-            count = smallest(ratio, min(candidates, 2 * d), found)
+            count = smallest(ratio, min(candidates, 2 * d), indices)
             for a in range(count):
-                j = found[a] % d
+                j = indices[a] % d
                 scale = scales[r, j // group]
                 at[a] = j
-                move[a] = scale if found[a] < d else -scale
-                alone[a] = ratio[found[a]] * hessian[j, j] * scale * scale
-            best, one, other = -_least(w, hessian), -1, -1
+                move[a] = scale if indices[a] < d else -scale
+                alone[a] = ratio[indices[a]] * hessian[j, j] * scale * scale
+            best, first, second = -_least(w, hessian), -1, -1
             for a in range(count):
                 for b in range(a):
                     if at[a] != at[b]:
                         change = alone[a] + alone[b] + hessian[at[a], at[b]] * move[a] * move[b]
                         if change < best:
-                            best, one, other = change, a, b
-            if one < 0:
+                            best, first, second = change, a, b
+            if first < 0:
                 break
-            for a in (one, other):
+            for a in (first, second):
                 j = at[a]
                 scale = scales[r, j // group]
                 _shift(g, hessian[j], move[a])
                 w[j] = (np.rint(w[j] / scale) + np.sign(move[a])) * scale
+
+
+# ---- Rounding along several paths
+
+_UNSET = -1
+
+
+@njit(nogil=True, cache=True, fastmath={"contract", "reassoc"})
+def _dot(first: Floats, second: Floats, count: int) -> float:
+    total = first.dtype.type(0)
+    for m in range(count):
+        total += first[m] * second[m]
+    return total  # type: ignore[return-value]
+
+
+@njit(nogil=True, cache=True)
+def rounded(
+    start: int,
+    stop: int,
+    centre: Floats,
+    lower: NDArray[np.floating],
+    scales: Floats,
+    counts: Indices,
+    result: Floats,
+    levels: int,
+    most: int,
+) -> None:
+    """Rows `start` to `stop` of `feedback.round_along_paths`."""
+    n = centre.shape[1]
+    error = np.empty((most, n), centre.dtype)
+    cost = np.zeros(most, centre.dtype)
+    points, costs = np.empty(2 * most, centre.dtype), np.empty(2 * most, centre.dtype)
+    kept, slot = np.empty(2 * most, np.int64), np.empty(2 * most, np.int64)
+    for r in range(start, stop):
+        factor = lower[r if lower.shape[0] > 1 else 0]
+        c, paths = centre[r], 1
+        cost[0] = 0
+        for j in range(counts[r]):
+            pivot, scale = factor[j, j], scales[r, j]
+            for k in range(paths):
+                value = c[j] - _dot(error[k], factor[j], j) / pivot
+                below = np.floor(value / scale)
+                below = min(max(below, below * 0 - levels), below * 0 + levels - 1)
+                for up in range(2):
+                    points[2 * k + up] = (below + up) * scale
+                    distance = (points[2 * k + up] - value) * pivot
+                    costs[2 * k + up] = cost[k] + distance * distance
+            count = smallest(costs[: 2 * paths], min(most, 2 * paths), kept)
+            _assign(kept, count, slot)
+            for a in range(count):  # copies first: a path's own continuation overwrites nothing of its prefix
+                if slot[a] != kept[a] // 2:
+                    error[slot[a], :j] = error[kept[a] // 2, :j]
+            for a in range(count):
+                error[slot[a], j] = points[kept[a]] - c[j]
+                cost[slot[a]] = costs[kept[a]]
+            paths = count
+        best = 0
+        for k in range(1, paths):
+            if cost[k] < cost[best]:
+                best = k
+        for j in range(counts[r]):
+            result[r, j] = c[j] + error[best, j]
+
+
+@njit(nogil=True, cache=True)
+def _assign(kept: Indices, count: int, slot: Indices) -> None:
+    """Place of each continuation: that of its path for the first one, a free place for the second."""
+    for a in range(count):
+        first = a == 0 or kept[a - 1] // 2 != kept[a] // 2
+        slot[a] = kept[a] // 2 if first else _UNSET
+    free = 0
+    for a in range(count):
+        if slot[a] == _UNSET:
+            taken = True
+            while taken:
+                taken = False
+                for b in range(count):
+                    if slot[b] == free:
+                        taken = True
+                free += taken
+            slot[a] = free

@@ -1,4 +1,4 @@
-"""Numba loops of `eliminate.py`.
+"""Numba loops of `sparsegpt.py`.
 
 Rows are processed in strips of 64, stored side by side. Each lane of a strip is one row with a fixed order of
 arithmetic, so the result does not depend on strips or threads.
@@ -32,7 +32,7 @@ def _remove(strip: Floats, factor: Floats, kept: Bools, error: Floats, i: int) -
 
 @njit(nogil=True, cache=True)
 def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: Bools) -> None:
-    """Rows `start` to `stop` of `eliminate.eliminate`."""
+    """Rows `start` to `stop` of `sparsegpt.eliminate`."""
     n = factor.shape[0]
     strip = np.zeros((n, _LANES), current.dtype)
     kept = np.ones((n, _LANES), np.bool_)
@@ -52,7 +52,7 @@ def eliminate(start: int, stop: int, current: Floats, factor: Floats, mask: Bool
 
 @njit(nogil=True, cache=True)
 def eliminate_groups(start: int, stop: int, current: Floats, factor: Floats, mask: Bools, keep: int, of: int) -> None:
-    """Rows `start` to `stop` of `eliminate.eliminate_groups`."""
+    """Rows `start` to `stop` of `sparsegpt.eliminate_groups`."""
     n = factor.shape[0]
     strip = np.zeros((n, _LANES), current.dtype)
     kept = np.ones((n, _LANES), np.bool_)

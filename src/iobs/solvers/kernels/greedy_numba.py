@@ -1,4 +1,4 @@
-"""Numba loop of `greedy.py`: left-looking pivoted Cholesky factorisation that shrinks with each removal.
+"""Numba loop of `obc.py`: left-looking pivoted Cholesky factorisation that shrinks with each removal.
 
 Row s of the factor holds the entries of step s for the active variables side by side, so that inner loops run along
 them. Lengths are padded to whole groups of vector registers; the padding holds old, finite numbers.
@@ -24,8 +24,8 @@ def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) ->
     square, variance = weight[0] * weight[0], diagonal[0]
     for a in range(1, active):
         candidate = weight[a] * weight[a]
-        left, right = candidate * variance, square * diagonal[a]
-        if left < right or (left == right and index[a] < index[best]):
+        score, least = candidate * variance, square * diagonal[a]
+        if score < least or (score == least and index[a] < index[best]):
             best, square, variance = a, candidate, diagonal[a]
     return best
 
@@ -74,10 +74,10 @@ def _row(
     of: int,
     quota: int,
     state: tuple[Floats, Floats, Floats, Integers],
-    work: tuple[Floats, Floats],
+    scratch: tuple[Floats, Floats],
 ) -> None:
     weight, diagonal, factor, index = state
-    column, coefficients = work
+    column, coefficients = scratch
     d = centre.size
     for a in range(d):
         weight[a], diagonal[a], index[a] = centre[a], inverse[a, a], a
@@ -121,11 +121,11 @@ def greedy(
     of: int,
     quota: int,
 ) -> None:
-    """Rows `start` to `stop` of `greedy.greedy_removals`."""
+    """Rows `start` to `stop` of `obc.greedy_removals`."""
     padded = centre.shape[1] + _PAD
-    one = np.ones(padded, centre.dtype)
+    ones = np.ones(padded, centre.dtype)
     factor = np.zeros((order.shape[1] + _TOGETHER, padded), centre.dtype)
-    state = (one, one.copy(), factor, np.zeros(padded, np.int64))
-    work = (one.copy(), np.zeros(order.shape[1] + _TOGETHER, centre.dtype))
+    state = (ones, ones.copy(), factor, np.zeros(padded, np.int64))
+    scratch = (ones.copy(), np.zeros(order.shape[1] + _TOGETHER, centre.dtype))
     for r in range(start, stop):
-        _row(inverse, centre[r], steps[r], order[r], cost[r], of, quota, state, work)
+        _row(inverse, centre[r], steps[r], order[r], cost[r], of, quota, state, scratch)

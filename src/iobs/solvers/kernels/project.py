@@ -4,16 +4,20 @@ Let u be the scaled multiplier and s the projected point. One array, the target 
 kept and t = u where it is not. With the dense solution x and over-relaxation a, the new target is
 a x + (1 - a) s + u. The projection keeps its largest entries. The next right-hand side is B + penalty (s - u). It
 equals B + penalty t where an entry is kept, and B - penalty t elsewhere.
+
+Below it, the selection that the projection of whole layers and other solvers use.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.core.partition import Partition
+from iobs.core.partition import Partition, is_spanning
 from iobs.core.patterns import top_mask_of
 from iobs.solvers.kernels.threads import over_rows
 
@@ -104,3 +108,43 @@ def _local_numba(
     x, t, kept, b = dense.numpy(), target.numpy(), mask.numpy(), linear.numpy()
     size, keep, local = groups.size, groups.keep, project_numba.local
     over_rows(lambda start, stop: local(start, stop, x, t, kept, b, size, keep, penalty, relaxation), len(x))
+
+
+# ---- The k-th largest magnitude of a tensor, without sorting
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The k-th largest magnitude, the number of entries above it and the number of entries equal to it."""
+
+    value: float
+    above: int
+    equal: int
+
+
+def largest(values: Tensor, groups: Partition) -> Tensor:
+    """`top_mask_of` the magnitudes; on a CPU, for one group without ties, only the threshold is computed.
+
+    Args:
+        values: (rows, columns), not NaN.
+        groups: groups of the pattern.
+    """
+    quick = values.device.type == "cpu" and values.dtype == torch.float32 and groups.count == 1
+    if quick and 0 < groups.keep < groups.size and not is_spanning(groups, values.numel()):
+        cut = threshold(values.contiguous(), groups.keep)
+        if cut.above + cut.equal == groups.keep:
+            return values.abs() >= cut.value
+    return top_mask_of(values.abs(), groups)
+
+
+def threshold(values: Tensor, keep: int) -> Threshold:
+    """Exact `keep`-th largest of |values|: a radix select on bits, which order non-negative floats as integers.
+
+    Args:
+        values: contiguous float32 on the CPU, any shape, not NaN.
+        keep: rank, from 1 to the number of entries.
+    """
+    from iobs.solvers.kernels import project_numba
+
+    bits, above, equal = project_numba.kth_largest(values.detach().numpy().reshape(-1).view("uint32"), keep)
+    return Threshold(float(torch.tensor(bits, dtype=torch.int32).view(torch.float32)), above, equal)

@@ -72,10 +72,10 @@ def swap_rows(
         swap_rows_numba(rows, hessian, linear, slots, groups, tolerance, limit)
         return
     # One row after another, with a decision after each swap, would leave a GPU idle. Cores of the CPU share the rows.
-    copies = Rows(*(one.cpu() for one in rows.tensors()))
+    copies = Rows(*(tensor.cpu() for tensor in rows.tensors()))
     swap_rows_numba(copies, hessian.cpu(), linear.cpu(), slots.cpu(), groups, tolerance, limit)
-    for own, copied in zip(rows.tensors(), copies.tensors(), strict=True):
-        own.copy_(copied)
+    for original, copied in zip(rows.tensors(), copies.tensors(), strict=True):
+        original.copy_(copied)
 
 
 def swap_rows_numba(
@@ -132,17 +132,17 @@ def _swap_row_torch(
     lower = linalg.cholesky(block.index_select(1, others))
     right = torch.cat([block.index_select(1, columns), linear[others, None]], 1)
     half = torch.linalg.solve_triangular(lower, right, upper=False)
-    towards, own = half[:, :-1], half[:, -1]
+    towards, reached = half[:, :-1], half[:, -1]
     small = hessian.index_select(0, columns).index_select(1, columns).addmm_(towards.T, towards, alpha=-1)
-    reduced = linear[columns] - own @ towards
+    reduced = linear[columns] - reached @ towards
     state = RowState.build(small, reduced, inner)
-    scale = float(own @ own) + float(state.weight @ reduced[inner])
+    scale = float(reached @ reached) + float(state.weight @ reduced[inner])
     rows.swaps[row] += swap_until_optimal(state, small, *slots, tolerance * scale, limit)
     members, rest = columns[state.support], columns[state.rest]
     mask[rest], mask[members] = False, True
     rows.weight[row] = 0
     rows.weight[row, members] = state.weight
-    following = (own - towards.index_select(1, state.support) @ state.weight)[:, None]
+    following = (reached - towards.index_select(1, state.support) @ state.weight)[:, None]
     rows.weight[row, others] = torch.linalg.solve_triangular(lower.T, following, upper=True)[:, 0]
     rows.prices[row, 2] = scale
     rows.prices[row, 0], rows.prices[row, 1] = torch.inf, 0.0

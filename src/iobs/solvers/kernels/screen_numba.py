@@ -204,7 +204,18 @@ def swap_rows(
         inside, outside = keep, size - keep
         if size >= mask.shape[1]:
             inside, outside = members, columns.size - members
-        found, called = prices[r], names[r]
+        row_prices, row_names = prices[r], names[r]
         swaps[r] += swap_row(
-            hessian, linear[r], mask[r], weight[r], columns, members, inside, outside, tolerance, limit, found, called
+            hessian,
+            linear[r],
+            mask[r],
+            weight[r],
+            columns,
+            members,
+            inside,
+            outside,
+            tolerance,
+            limit,
+            row_prices,
+            row_names,
         )

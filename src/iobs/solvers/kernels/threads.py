@@ -11,16 +11,16 @@ import torch
 _ROWS_A_THREAD = 16  # least number of rows for each thread
 
 
-def over_rows(work: Callable[[int, int], None], rows: int) -> None:
-    """Call `work(start, stop)` on consecutive parts of range(rows).
+def over_rows(task: Callable[[int, int], None], rows: int) -> None:
+    """Call `task(start, stop)` on consecutive parts of range(rows).
 
-    The parts must be independent of each other. To run in parallel, `work` must release the interpreter lock.
+    The parts must be independent of each other. To run in parallel, `task` must release the interpreter lock.
     """
     threads = max(1, min(torch.get_num_threads(), rows // _ROWS_A_THREAD))
     if threads == 1:
-        work(0, rows)
+        task(0, rows)
         return
     bounds = [rows * part // threads for part in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work, start, stop) for start, stop in pairwise(bounds)]:
+        for future in [pool.submit(task, start, stop) for start, stop in pairwise(bounds)]:
             future.result()
