@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from iobs.pruning.finetune.scoring import needs_reference
+from iobs.pruning.descent.scoring import needs_reference
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe

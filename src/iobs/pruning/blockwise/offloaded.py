@@ -24,12 +24,12 @@ from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
 from iobs.pruning.cost.memory_plan import Plan, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
-from iobs.pruning.finetune.scoring import NOT_COPIED
+from iobs.pruning.descent.batches import in_steps
+from iobs.pruning.descent.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, require_module, unobserved
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.runtime.memory import MemoryWatch, available
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import scratch_folder

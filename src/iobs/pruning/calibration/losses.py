@@ -201,8 +201,7 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
         dense, sparse = dense.movedim(axis, -1), sparse.reshape(dense.shape).movedim(axis, -1)
     dense, sparse = (unpadded(values, mask) for values in (dense, sparse))
     if axis is None:
-        dense, sparse = dense.float(), sparse.float()
-        return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
+        return relative_distance(sparse.reshape(dense.shape), dense)
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
     rows, classes = dense.shape
     if rows * classes <= _WHOLE:
@@ -232,6 +231,12 @@ def _recomputed(loss: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Te
     return found
 
 
+def relative_distance(values: Tensor, target: Tensor) -> Tensor:
+    """||values - target||^2 / ||target||^2 in float32."""
+    values, target = values.float(), target.float()
+    return (values - target).square().sum() / target.square().sum().clamp_min(1e-30)
+
+
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
     """The mean over blocks of ||sparse output - dense output||^2 / ||dense output||^2."""
 
@@ -245,11 +250,7 @@ def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
         with torch.no_grad():
             dense = outputs(reference, batch)
         pairs = zip(outputs(model, batch), dense, strict=True)
-        distances = [
-            (sparse.float() - wanted.float()).square().sum() / wanted.float().square().sum().clamp_min(1e-30)
-            for sparse, wanted in pairs
-        ]
-        return torch.stack(distances).mean()
+        return torch.stack([relative_distance(*pair) for pair in pairs]).mean()
 
     return loss
 

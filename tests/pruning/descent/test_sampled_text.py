@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import iobs
 from iobs.errors import ProblemError
 from iobs.pruning import finetune
-from iobs.pruning.finetune.sampled_text import (
+from iobs.pruning.descent.sampled_text import (
     SampledText,
     copies_to_sample,
     sampled_text,
