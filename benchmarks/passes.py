@@ -37,7 +37,7 @@ PHASES = {
     "calibration/chains.py": "chain",
     "calibration/sweep.py": "sweep",
     "reconstruction/": "steps",
-    "finetune/trainer.py": "steps",
+    "descent/descent.py": "steps",
     "calibration/losses.py": "losses",
 }
 

@@ -36,8 +36,7 @@ from scale_report import record
 import iobs
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import walk
-from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.reconstruction import fits
 from iobs.pruning.runtime.ranks import joined
 
 FORKED = multiprocessing.get_context("fork")
@@ -83,7 +82,7 @@ def prune_files(recipe: str, changes: Any, output: Path, checkpoint: Path) -> No
 
 def often_saved() -> Any:
     """States of whole-network steps every five steps: the runs are short."""
-    return mock.patch.object(walk, "StepCheckpoint", partial(StepCheckpoint, every=5))
+    return mock.patch.object(fits, "STEPS_BETWEEN_SAVES", 5)
 
 
 def prune_rounds(output: Path, checkpoint: Path) -> None:

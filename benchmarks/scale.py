@@ -40,8 +40,7 @@ from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.layerwise import projection
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import with_settings
-from iobs.pruning.reconstruction.fitting import Fit
-from iobs.pruning.reconstruction.network_steps import NetworkSteps
+from iobs.pruning.reconstruction.fits import Fits
 from iobs.pruning.runtime.memory import MemoryWatch, resident
 
 
@@ -109,7 +108,7 @@ def make(folder: Path, shape: Shape, layers: int) -> None:
     writer.close()
 
 
-_TOLD = (Fit.run, NetworkSteps.run)  # parts whose every call is printed
+_TOLD = (Fits.fit_window, Fits.fit_network)  # parts whose every call is printed
 
 
 @dataclass
@@ -171,16 +170,16 @@ class Clock(iobs.Callback):
                 (projection, "relative_output_error", "errors"),
                 (StreamedModel, "load", "reading"),
                 (BlockWriter, "block", "writing"),
-                (Fit, "run", "steps of blocks"),
-                (NetworkSteps, "run", "steps of the network"),
+                (Fits, "fit_window", "steps of blocks"),
+                (Fits, "fit_network", "steps of the network"),
             ):
                 stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name), part)))
             for owner, name, part in (
                 (Sweep, "_statistics", "Grams"),
                 (projection.Projection, "project", "solves"),
                 (Planner, "_measure_layer", "allocation"),
-                (Fit, "run", "steps of blocks"),
-                (NetworkSteps, "run", "steps of the network"),
+                (Fits, "fit_window", "steps of blocks"),
+                (Fits, "fit_network", "steps of the network"),
                 (Gram, "add", "Grams: products"),
                 (stream.Stream, "advance", "forward passes"),
                 (projection, "solve_layer", "solves: solver"),

@@ -47,7 +47,7 @@ MODULES = {
         "audit",
         "store",
         "allocation",
-        "finetune",
+        "descent",
         "layerwise",
         "widths",
         "workspace",

@@ -15,8 +15,8 @@ from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.blockwise.storage import Storage, choose_place
 from iobs.pruning.calibration import gram
 from iobs.pruning.cost.loads import Rates
+from iobs.pruning.descent.gradients import LossGradient
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction.fitting import Fit
 
 STEPS = BlockFit(masks=2, steps=2, between=1, lr=1e-3, network_steps=2, network_lr=1e-4)
 
@@ -192,13 +192,13 @@ def test_the_dense_weights_of_a_block_are_gone_while_its_window_is_fitted(tmp_pa
     with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
         loaded = []
 
-        def look(window, *_):
-            paths = [store.streamed.blocks[stage].path for stage in window.window.stages]
+        def look(gradient):
+            paths = [store.streamed.blocks[stage].path for stage in gradient.objective.stages]
             assert all(one.is_meta for path in paths for one in store.dense_model.get_submodule(path).parameters())
             loaded.append(any(not one.is_meta for one in store.model.get_submodule(paths[0]).parameters()))
 
-        original = Fit.run
-        monkeypatch.setattr(Fit, "run", lambda *given: (look(given[0]), original(*given))[1])
+        of = LossGradient.of
+        monkeypatch.setattr(LossGradient, "of", lambda self, items: (look(self), of(self, items))[1])
         data = families.language_batches()
         iobs.prune(store, data, 0.5, solver="sparsegpt", target="residual", blocks=fit, holdout=0.0)
     assert loaded

@@ -1,7 +1,5 @@
 """Solvers, pruning from files and scores on a simulated GPU: results equal those of the CPU."""
 
-from functools import partial
-
 import families
 import pytest
 import torch
@@ -14,9 +12,9 @@ from iobs.evaluate.scores import accuracy, perplexity
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
+from iobs.pruning.descent import gradients
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import fitting, network_fit
-from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.reconstruction import fits
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.solvers import REFINEMENTS, SOLVERS
 from iobs.solvers.families import GRID_SOLVERS
@@ -129,7 +127,7 @@ def test_streams_outside_the_gpu_give_the_same_bits_also_after_a_kill(gpu, tmp_p
     families.saved("llama", tmp_path / "model")
     fit = BlockFit(masks=1, steps=1, lr=1e-3, network_steps=2, network_lr=1e-4)
     recipe = iobs.Recipe.preset("one-shot").but(solver="magnitude", blocks=fit)
-    monkeypatch.setattr(network_fit, "StepCheckpoint", partial(StepCheckpoint, every=1))
+    monkeypatch.setattr(fits, "STEPS_BETWEEN_SAVES", 1)
 
     def run(place, **options):
         with StreamedStore.open(tmp_path / "model", tmp_path / place, device="cuda", streams=place) as store:
@@ -149,8 +147,8 @@ def test_float16_from_files_on_a_gpu_takes_its_steps_in_float16(gpu, tmp_path, m
     fit = BlockFit(masks=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
     recipe = iobs.Recipe.preset("one-shot").but(solver="magnitude", blocks=fit)
     scales = []
-    scale_of = fitting.scale_of
-    monkeypatch.setattr(fitting, "scale_of", lambda *given: (scales.append(scale_of(*given)), scales[-1])[1])
+    scale_of = gradients.scale_of
+    monkeypatch.setattr(gradients, "scale_of", lambda *given: (scales.append(scale_of(*given)), scales[-1])[1])
     with StreamedStore.open(tmp_path / "model", tmp_path / "out", device="cuda") as store:
         assert store.arithmetic is torch.float16
         data = families.language_batches(batch=2, count=2)

@@ -192,7 +192,7 @@ def test_steps_and_finetuning_keep_their_own_optimizers():
 @pytest.mark.parametrize(("loss", "finetuned"), [(1.2, True), (1.3, False)])
 def test_finetuning_is_left_out_if_its_trials_do_harm(monkeypatch, loss, finetuned):
     tried = {"tried": [("adam", 1e-3, loss), ("momentum", 1e-2, 2.0)], "before": 1.0}
-    monkeypatch.setattr(learning_rate, "_trials", lambda *_: tried)
+    monkeypatch.setattr(learning_rate, "_losses_of_trials", lambda *_: tried)
     model, data = three_layers()
     last = iobs.FineTune(lr="auto", optimizer="auto", steps=20, loss="kl", support="fixed")
     report = iobs.prune(model, data, iobs.Unstructured(0.3), "one-shot", rounds=1, finetune=last)

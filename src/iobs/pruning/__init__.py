@@ -18,13 +18,13 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     audit        zeros counted entry by entry
     store        reads, writes, copies and restores weights during a run
     allocation   the sparsity of every layer
-    finetune     gradient steps that keep the zeros; the loss that compares rounds
+    descent      gradient steps that keep zeros and grids; the loss that compares rounds
     layerwise    one layer: its quadratic, its solver, its new mask and weights
     widths       costs of a network by its widths, and the widths of least effect
     workspace    the state of one run
     decisions    choices of the run itself: sparsities, rounds, learning rates
     baselines    published one-shot pruners of a whole model
-    reconstruction  gradient steps on one or two blocks towards the dense outputs
+    reconstruction  a walk along the blocks: fits of windows towards the dense outputs
     cost         time and memory that a run will take
     blockwise    stores of models of which one or two blocks are on the device at a time
     algorithm    Algorithm 2: the loop over rounds and layers

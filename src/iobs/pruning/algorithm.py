@@ -31,7 +31,8 @@ from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
-from iobs.pruning.finetune.trainer import Trainer
+from iobs.pruning.descent.batches import in_steps
+from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
@@ -41,7 +42,6 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Census, Selection
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.reconstruction.walk import Walk
 from iobs.pruning.report import (
     AllocationRecord,
@@ -74,9 +74,9 @@ def run(work: Workspace, ends: bool = True) -> Report:
         plan, allocation = allocate(work)
         work.store.set_patterns(plan)
         best = Best(work, plan)
-        trainer: Trainer | None = None
+        descent: Descent | None = None
         for index in count():
-            record = project(work, scheduled(plan, work.decided.rounds, index), index, trainer)  # lines 3 to 8
+            record = project(work, scheduled(plan, work.decided.rounds, index), index, descent)  # lines 3 to 8
             best.consider(record)
             if index == 0:
                 work.decided = replace(work.decided, rounds=decide_growth(work))
@@ -85,8 +85,8 @@ def run(work: Workspace, ends: bool = True) -> Report:
                 foretell()
             if index + 1 == work.decided.rounds.count:
                 break
-            trainer = finetune(work, plan, record, trainer)  # line 9
-        trainer = None  # frees its float32 weights and its optimizer state
+            descent = finetune(work, plan, record, descent)  # line 9
+        descent = None  # frees its float32 weights and its optimizer state
         projection, weights = best.record, best.weights
         for step in candidates(work.decided):
             work.store.restore(weights)
@@ -98,13 +98,13 @@ def run(work: Workspace, ends: bool = True) -> Report:
         return report
 
 
-def project(work: Workspace, patterns: Plan, index: int, trainer: Trainer | None) -> RoundRecord:
+def project(work: Workspace, patterns: Plan, index: int, descent: Descent | None) -> RoundRecord:
     """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
     began, recipe, samples = time.perf_counter(), work.recipe_of_round(index), work.portion(index)
     if recipe.network_solver is not None:
         record = project_network(work, patterns, recipe.network_solver, index)
     else:
-        masters = {} if trainer is None else trainer.masters
+        masters = {} if descent is None else descent.groups[0].values
         biases = work.biases if recipe.refits_biases else {}
         rows: dict[Layer, Tensor] = {}
         if recipe.curvature == "joint" and not recipe.reads_weights_only:
@@ -160,22 +160,27 @@ def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) ->
     return short
 
 
-def finetune(work: Workspace, plan: Plan, record: RoundRecord, trainer: Trainer | None) -> Trainer | None:
-    """Take gradient steps between two projections (line 9); the next projection reads the trainer's weights."""
+def finetune(work: Workspace, plan: Plan, record: RoundRecord, descent: Descent | None) -> Descent | None:
+    """Take gradient steps between two projections (line 9); the next projection reads the masters of the descent."""
     rounds = work.decided.rounds
     step = rounds.finetune
     if record.index == 0 and rounds.schedule == "cubic":
         work.store.reset()  # sparsity grows from the dense weights; the first round only measured the damage
-        return None if step is None else work.trainer(step, (rounds.count - 2) * step.steps)
+        return None if step is None else work.descent(step, work.fit)
     if step is None:
         return None
-    trainer = trainer or work.trainer(step, (rounds.count - 1) * step.steps)
-    trainer.adopt()
-    trainer.masks = work.masks(plan, step.support)
+    samples, runs = work.portion(record.index), rounds.count - (2 if rounds.schedule == "cubic" else 1)
+    descent = descent or work.descent(step, samples)
+    descent.order = work.order(step, samples)
+    (masters,) = descent.groups
+    masters.copy_from_model()
+    masters.masks = work.masks(plan, step.support)
     began = time.perf_counter()
-    record.step_losses = work.descend(trainer, work.portion(record.index), record.index, f"steps {record.index}")
+    record.step_losses = work.descend(
+        descent, step, total=runs * step.steps, index=record.index, key=f"steps {record.index}"
+    )
     record.seconds += time.perf_counter() - began
-    return trainer
+    return descent
 
 
 def finetune_last(
@@ -187,8 +192,8 @@ def finetune_last(
     """
     began = time.perf_counter()
     try:
-        trainer = work.trainer_on(plan, step, step.steps)
-        losses = work.descend(trainer, work.fit, index, f"fine-tuning of {step.steps} steps")
+        descent, key = work.descent(step, work.fit, plan), f"fine-tuning of {step.steps} steps"
+        losses = work.descend(descent, step, total=step.steps, index=index, key=key)
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
         return measured(work, record, work.fit, began)

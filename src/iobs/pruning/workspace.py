@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,9 +13,13 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.finetune.sampled_text import copies_to_sample, require_sampling, with_sampled_text
-from iobs.pruning.finetune.scoring import Scoring
-from iobs.pruning.finetune.trainer import Trainer, differentiable, samples_a_step
+from iobs.pruning.descent.batches import drawn_batches, samples_of_step
+from iobs.pruning.descent.descent import Descent, StepCheckpoint
+from iobs.pruning.descent.gradients import LossGradient, ModelLoss
+from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.optimizers import RateSchedule
+from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling, with_sampled_text
+from iobs.pruning.descent.scoring import Scoring
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
@@ -34,7 +36,6 @@ from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 
-SAVED_EVERY = 120.0  # seconds between snapshots of gradient steps
 _SAMPLED = "sampled text"  # key in the checkpoint
 
 
@@ -298,24 +299,53 @@ class Workspace:
             free_zeros(masks, {layer: patterns[layer] for layer in self.selection.layers})
         return masks
 
-    def trainer(self, step: FineTune, total: int, masks: dict[str, Tensor] | None = None) -> Trainer:
-        """A trainer of the model's current weights; `total` is its number of steps in the whole run."""
+    def descent(self, step: FineTune, samples: Samples, patterns: Mapping[Layer, Pattern] | None = None) -> Descent:
+        """Gradient steps on the model's current weights.
+
+        Args:
+            step: settings; neither optimizer nor rate is "auto".
+            samples: of the steps.
+            patterns: of every layer: the steps keep the zeros and the grids of the current weights. None: they keep
+                none; set the masks of the masters before a run.
+        """
         assert self.scoring is not None
         prunable = {layer.key for layer in self.selection.layers}
-        parameters = {
-            name: value
+        names = [
+            name
             for name, value in self.store.model.named_parameters()
             if name in prunable or (step.parameters == "all" and holds_weights(value) and name not in self.frozen)
-        }
-        _, loss = self.scoring.loss_of(step)
-        augmentation = self.scoring.augmentation(step)
-        return Trainer(self.store.model, parameters, step, loss, total, self.request.seed, masks, augmentation)
+        ]
+        masters = Masters.of(self.store, names, {}, zero_outside=True)
+        if patterns is not None:
+            masters.masks = self.masks(patterns)
+            masters.rounding = rounding_of(
+                self.store.model, {layer: patterns[layer] for layer in self.selection.layers}
+            )
+        gradient = LossGradient(self._loss(step), masters, self.ranks)
+        return Descent(gradient, step.optimizer, self.order(step, samples), self.scoring.comparison_loss, self.ranks)
 
-    def trainer_on(self, patterns: Mapping[Layer, Pattern], step: FineTune, total: int) -> Trainer:
-        """A trainer that keeps zeros and grids; the model's current weights have these patterns."""
-        trainer = self.trainer(step, total, self.masks(patterns))
-        trainer.rounding = rounding_of(self.store.model, {layer: patterns[layer] for layer in self.selection.layers})
-        return trainer
+    def descend(self, descent: Descent, step: FineTune, *, total: int, index: int, key: str) -> list[float]:
+        """Take the steps of fine-tuning after round `index`, or continue them from the checkpoint.
+
+        Args:
+            descent: of the model.
+            step: settings.
+            total: number of steps of all runs of this descent, for the decay of the learning rate.
+            index: of the round.
+            key: of the steps in the checkpoint.
+
+        Returns:
+            The loss before each step, including the steps from the checkpoint.
+        """
+        assert step.lr != "auto"
+
+        def on_step(done: int, steps: int, loss: float) -> None:
+            self.callbacks.on_step(index, done, steps, loss)
+            self.memory.look()
+
+        schedule: RateSchedule = "linear" if step.decay else "constant"
+        saved = StepCheckpoint(self.checkpoint, key)
+        return descent.run(step.steps, step.lr, schedule, total=total, saved=saved, on_step=on_step)
 
     def require_gradient(self, step: FineTune) -> None:
         """Check, before any work, that the loss of gradient steps has a gradient on the samples of one step.
@@ -324,33 +354,20 @@ class Workspace:
             CalibrationError: the loss asks for labels that the data do not have.
             ProblemError: the loss has no gradient.
         """
-        assert self.scoring is not None
-        _, loss = self.scoring.loss_of(step)
-        sample = self.fit.first(samples_a_step(step, self.fit)).batches[0]
+        sample = self.fit.first(samples_of_step(step, self.fit)).batches[0]
         with torch.enable_grad():
-            differentiable(loss(self.store.model, data_batches.to_device(sample, self.store.device)))
+            self._loss(step).loss(data_batches.to_device(sample, self.store.device))
 
-    def descend(self, trainer: Trainer, samples: Samples, index: int, key: str) -> list[float]:
-        """Take the steps of a trainer after round `index`, or continue them from the checkpoint under the name `key`.
+    def _loss(self, step: FineTune) -> ModelLoss:
+        """The loss of gradient steps."""
+        assert self.scoring is not None
+        return ModelLoss(self.store.model, self.scoring.loss_of(step)[1])
 
-        Returns:
-            The loss before each step, including the steps from the checkpoint.
-        """
-        before: list[float] = []
-        last = time.monotonic()
-        if key in self.checkpoint:
-            tensors, values = self.checkpoint.get(key)
-            trainer.restore(tensors, values["taken"])
-            before = values["losses"]
-
-        def keep(losses: list[float]) -> None:
-            nonlocal last
-            self.memory.look()
-            if len(losses) == trainer.step.steps or time.monotonic() - last > SAVED_EVERY:
-                self.checkpoint.put(key, trainer.snapshot(), {"taken": trainer.taken, "losses": losses})
-                last = time.monotonic()
-
-        return trainer.run(samples, partial(self.callbacks.on_step, index), before, keep)
+    def order(self, step: FineTune, samples: Samples) -> Callable[[int], Iterator[list[Batch]]]:
+        """Number of steps before -> the batches of all further steps."""
+        assert self.scoring is not None
+        augmentation, seed = self.scoring.augmentation(step), self.request.seed
+        return lambda taken: drawn_batches(step, samples, augmentation, self.store.device, seed + taken)
 
     def facts(self) -> JsonObject:
         """The request and the decisions in plain types, for the report."""

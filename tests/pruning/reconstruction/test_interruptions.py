@@ -16,9 +16,9 @@ from iobs.errors import ModelError, OutputError
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import storage
 from iobs.pruning.cost import checkpoint_size
+from iobs.pruning.descent.gradients import BlockwiseGradient
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction import network_fit
-from iobs.pruning.reconstruction.network_steps import StepCheckpoint
+from iobs.pruning.reconstruction import fits
 from iobs.pruning.runtime.checkpoint import DiskCheckpoint
 
 FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=5, network_lr=1e-4)
@@ -49,7 +49,7 @@ def puts(monkeypatch):
             raise Killed
 
     monkeypatch.setattr(DiskCheckpoint, "put", put)
-    monkeypatch.setattr(network_fit, "StepCheckpoint", partial(StepCheckpoint, every=2))
+    monkeypatch.setattr(fits, "STEPS_BETWEEN_SAVES", 2)
     return found
 
 
@@ -114,7 +114,7 @@ def test_entries_that_no_resumed_run_reads_are_removed(puts, tmp_path, monkeypat
 
     monkeypatch.setattr(DiskCheckpoint, "put", put)
     monkeypatch.setattr(DiskCheckpoint, "drop", lambda self, key: (sizes.pop(key, 0), drop(self, key))[1])
-    monkeypatch.setattr(checkpoint_size, "SAVED_EVERY", 2)
+    monkeypatch.setattr(checkpoint_size, "STEPS_BETWEEN_SAVES", 2)
     recipe = iobs.Recipe(**{name: value for name, value in OPTIONS.items() if name != "holdout"})
     recipe = recipe.but(blocks=replace(FIT, masks=4))
     data = families.language_batches(count=4)
@@ -163,10 +163,8 @@ def test_streamed_fast_that_is_killed_after_every_entry_ends_in_the_same_bits(pu
 def test_at_most_one_interval_of_network_steps_is_lost(puts, tmp_path, monkeypatch):
     model, data = transformer()
     taken = []
-    step = network_fit.NetworkSteps._step
-    monkeypatch.setattr(
-        network_fit.NetworkSteps, "_step", lambda self, *given: (taken.append(1), step(self, *given))[1]
-    )
+    of = BlockwiseGradient.of
+    monkeypatch.setattr(BlockwiseGradient, "of", lambda self, index: (taken.append(1), of(self, index))[1])
     options = {**OPTIONS, "include": INCLUDE, "checkpoint": tmp_path / "run"}
     run = partial(iobs.prune, data=data, pattern=0.5, recipe="one-shot", **options)
     run(copy.deepcopy(model))

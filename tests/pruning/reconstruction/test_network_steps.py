@@ -13,25 +13,31 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import Residency
-from iobs.pruning.finetune.scaled import scaled_gradients
+from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, scaled_gradients
+from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.optimizers import Factored
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.reconstruction.fitting import Fit
-from iobs.pruning.reconstruction.network_steps import NetworkSteps
-from iobs.pruning.reconstruction.optimizers import Factored
-from iobs.pruning.reconstruction.parameters import Masters
 from iobs.pruning.runtime.ranks import ALONE
 from iobs.pruning.store import Store
 
 
-class Recorder:
-    """An optimizer that keeps the gradients and changes nothing."""
-
-    def __init__(self):
-        self.gradients = {}
-
-    def step(self, gradients, rate):
-        self.gradients.update({name: value.clone() for name, value in gradients.items()})
+def gradients(model, dense, batch, chain):
+    """The gradients of the whole network's divergence along a chain of blocks, by parameter."""
+    with evaluating(model), evaluating(dense):
+        streams = [Stream(network, [batch], chain) for network in (model, dense)]
+        with torch.no_grad():
+            streams[0].advance(BEFORE)
+            for stage in (BEFORE, *range(len(chain))):
+                streams[1].advance(stage)
+        names = [[name for name, _ in model.named_parameters() if block.holds(name)] for block in chain]
+        masters = [Masters.of(Store(model), group, {}) for group in [*names, ["model.norm.weight"]]]
+        step = BlockwiseGradient(Streams(*streams, [0], []), masters, Residency()).of(0)
+        return {
+            name: value
+            for number, values in step.groups
+            for name, value in zip(masters[number].values, values, strict=True)
+        }
 
 
 def llama():
@@ -50,23 +56,13 @@ def test_gradient_block_by_block_equals_back_propagation():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter) * (parameter.ndim > 1))
     chain = [Block(f"model.layers.{number}", 0) for number in range(2)]
+    found = gradients(model, dense, data[0], chain)
     with evaluating(model), evaluating(dense):
-        streams = [Stream(one, data[:1], chain) for one in (model, dense)]
-        with torch.no_grad():
-            streams[0].advance(BEFORE)
-            for stage in (BEFORE, 0, 1):
-                streams[1].advance(stage)
-        names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
-        masters = [Masters.of(Store(model), own, {}) for own in [*names, ["model.norm.weight"]]]
-        steps = NetworkSteps(*streams, masters, Residency(), [0], [], ALONE, 0)
-        recorders = [Recorder() for _ in masters]
-        steps._step(0, recorders, 1.0)
         loss = kl_to(dense)(model, data[0])
-        every = [name for own in [*names, ["model.norm.weight"]] for name in own]
-        expected = torch.autograd.grad(loss, [model.get_parameter(name) for name in every])
-        found = {name: value for one in recorders for name, value in one.gradients.items()}
-        for name, value in zip(every, expected, strict=True):
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6 + 1e-4 * float(value.abs().max()))
+        expected = torch.autograd.grad(loss, [model.get_parameter(name) for name in found])
+    assert len(found) > 10
+    for value, right in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-3, atol=1e-6 + 1e-4 * float(right.abs().max()))
 
 
 def test_gradient_in_float16_is_not_rounded_to_zero():
@@ -77,25 +73,14 @@ def test_gradient_in_float16_is_not_rounded_to_zero():
             parameter.add_(1e-3 * torch.randn_like(parameter) * (parameter.ndim > 1))
     chain, found = [Block(f"model.layers.{number}", 0) for number in range(2)], {}
     for dtype in (torch.float32, torch.float16):
-        pair = [copy.deepcopy(one).to(dtype) for one in (model, wanted)]
-        with evaluating(pair[0]), evaluating(pair[1]):
-            streams = [Stream(one, data[:1], chain) for one in pair]
-            with torch.no_grad():
-                streams[0].advance(BEFORE)
-                for stage in (BEFORE, 0, 1):
-                    streams[1].advance(stage)
-            names = [[name for name, _ in model.named_parameters() if block.path in name] for block in chain]
-            masters = [Masters.of(Store(pair[0]), own, {}) for own in [*names, ["model.norm.weight"]]]
-            recorders = [Recorder() for _ in masters]
-            NetworkSteps(*streams, masters, Residency(), [0], [], ALONE, 0)._step(0, recorders, 1.0)
-            found[dtype] = {name: value for one in recorders for name, value in one.gradients.items()}
+        found[dtype] = gradients(copy.deepcopy(model).to(dtype), copy.deepcopy(wanted).to(dtype), data[0], chain)
     for name, value in found[torch.float32].items():
         half = found[torch.float16][name]
         assert half.dtype is torch.float32
         assert (half == 0).float().mean() < 0.02 + (value == 0).float().mean(), name
 
 
-def test_gradient_of_a_fit_in_float16_is_that_of_float32(monkeypatch):
+def test_gradient_of_a_fit_in_float16_is_that_of_float32():
     """The denominator of the loss is that of 1,024 tokens of width 4,096: 2 / denominator is zero in float16."""
     torch.manual_seed(0)
     inputs, found = torch.randn(64, 16), {}
@@ -107,9 +92,10 @@ def test_gradient_of_a_fit_in_float16_is_that_of_float32(monkeypatch):
             loss=lambda index, model=model, dtype=dtype: (
                 (model(inputs.to(dtype)).float() - wanted).square().sum() / (1024 * 4096 * 10)
             ),
-            weight=lambda index: 1024.0 * 4096 * 10,
+            denominator=lambda index: 1024.0 * 4096 * 10,
         )
-        (found[dtype],) = Fit(window, Masters.of(Store(model), ["weight"], {}), ALONE, 0)._gradients(0)
+        step = LossGradient(window, Masters.of(Store(model), ["weight"], {}), ALONE).of([0])
+        ((_, (found[dtype],)),) = step.groups
     torch.testing.assert_close(found[torch.float16], found[torch.float32], rtol=0.1, atol=1e-8)
     assert not (found[torch.float16] == 0).any()
 
@@ -136,7 +122,7 @@ def test_judged_hidden_states_are_stored_between_the_blocks():
         streams[0].advance(BEFORE)
         kept.clear()
         masters = [Masters.of(Store(model), [], {}) for _ in range(3)]
-        loss = NetworkSteps(*streams, masters, Residency(), [0], [1, 3], ALONE, 0).loss()
+        loss = BlockwiseGradient(Streams(*streams, [0], [1, 3]), masters, Residency()).judged_loss(ALONE)
     assert {index: len(hidden) for index, hidden in kept.items()} == {1: 2, 3: 2}
     assert loss == 0
 

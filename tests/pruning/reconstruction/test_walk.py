@@ -16,8 +16,8 @@ from iobs.pruning.calibration.losses import kl_to, mean_loss
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.reconstruction import window_fits
-from iobs.pruning.reconstruction.growth import growing, next_start
+from iobs.pruning.reconstruction import fits
+from iobs.pruning.reconstruction.walk import growing, next_start
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
@@ -100,7 +100,7 @@ def test_harmful_fit_is_undone(monkeypatch):
     model, data = llama()
     shot = copy.deepcopy(model)
     iobs.prune(shot, data, 0.5, SHOT, holdout=0.25)
-    monkeypatch.setattr(window_fits, "_RETREAT", 1.0)
+    monkeypatch.setattr(fits, "_RETREAT", 1.0)
     recipe = RECIPE.but(blocks=BlockFit(masks=1, steps=10, lr=1e6))
     report = iobs.prune(model, data, 0.5, recipe, holdout=0.25)
     assert any("raise the held-out loss" in note for note in report.notes)

@@ -9,10 +9,10 @@ from small_runs import problem, prune
 
 import iobs
 from iobs.errors import OtherRunError
-from iobs.pruning import workspace
 from iobs.pruning.allocation import bits, sensitivity
 from iobs.pruning.allocation.bits import BitPlanner
 from iobs.pruning.allocation.sensitivity import Planner
+from iobs.pruning.descent import descent
 from iobs.pruning.widths.curves import Curves
 
 
@@ -86,7 +86,7 @@ def short_trials(monkeypatch):
     ],
 )
 def test_resumed_run_ends_in_the_same_bits(options, every, tmp_path, monkeypatch):
-    monkeypatch.setattr(workspace, "SAVED_EVERY", every)
+    monkeypatch.setattr(descent, "SECONDS_BETWEEN_SAVES", every)
     model, data = problem()
     undisturbed = copy.deepcopy(model)
     expected = prune(undisturbed, data, **options)

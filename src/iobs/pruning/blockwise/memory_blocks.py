@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from iobs.errors import ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.finetune.scoring import NOT_COPIED
+from iobs.pruning.descent.scoring import NOT_COPIED
 from iobs.pruning.network.modes import replaced_forwards, state
 
 

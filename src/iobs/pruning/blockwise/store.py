@@ -22,12 +22,12 @@ from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_p
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.memory_plan import Plan, Sizes, plan, token_count
 from iobs.pruning.cost.speeds import measured_rates
-from iobs.pruning.finetune.scoring import needs_reference
+from iobs.pruning.descent.batches import in_steps
+from iobs.pruning.descent.scoring import needs_reference
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import Recipe, as_allocation
-from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing

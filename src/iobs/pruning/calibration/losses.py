@@ -200,8 +200,7 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
         dense, sparse = dense.movedim(axis, -1), sparse.reshape(dense.shape).movedim(axis, -1)
     dense, sparse = (unpadded(values, mask) for values in (dense, sparse))
     if axis is None:
-        dense, sparse = dense.float(), sparse.float()
-        return (sparse.reshape(dense.shape) - dense).square().sum() / dense.square().sum().clamp_min(1e-30)
+        return relative_distance(sparse.reshape(dense.shape), dense)
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
     if dense.numel() <= _WHOLE:
         return _divergence(dense, sparse, "batchmean")
@@ -230,6 +229,12 @@ def _in_pieces(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets
     return torch.stack(sums).sum()
 
 
+def relative_distance(values: Tensor, target: Tensor) -> Tensor:
+    """||values - target||^2 / ||target||^2 in float32."""
+    values, target = values.float(), target.float()
+    return (values - target).square().sum() / target.square().sum().clamp_min(1e-30)
+
+
 def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
     """The mean over blocks of ||sparse output - dense output||^2 / ||dense output||^2."""
 
@@ -243,11 +248,7 @@ def block_distance_to(reference: nn.Module, paths: list[str]) -> LossFunction:
         with torch.no_grad():
             dense = outputs(reference, batch)
         pairs = zip(outputs(model, batch), dense, strict=True)
-        distances = [
-            (sparse.float() - expected.float()).square().sum() / expected.float().square().sum().clamp_min(1e-30)
-            for sparse, expected in pairs
-        ]
-        return torch.stack(distances).mean()
+        return torch.stack([relative_distance(*pair) for pair in pairs]).mean()
 
     return loss
 

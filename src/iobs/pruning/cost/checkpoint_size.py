@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.reconstruction.network_steps import SAVED_EVERY
 
 _MASTER = 4  # bytes of a fitted weight in float32
 
@@ -25,7 +25,7 @@ def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) ->
     if fit is None:
         return itemsize * weights
     fitted = _MASTER * (fit.steps > 0 or fit.fits_levels)
-    network = _MASTER * (2 if fit.network_steps > SAVED_EVERY else 1) if fit.network_steps else 0
+    network = _MASTER * (2 if fit.network_steps > STEPS_BETWEEN_SAVES else 1) if fit.network_steps else 0
     levels = (fit.masks - 1) * (itemsize + _MASTER * (fit.between > 0))
     in_work = (levels + fitted * (fit.window - 1)) * block
     return (itemsize + fitted) * weights + max(in_work, network * weights)

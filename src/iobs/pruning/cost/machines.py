@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from iobs.pruning.cost.loads import Matrix, Rates
 from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
 from iobs.pruning.cost.phases import Work, phases, swept
+from iobs.pruning.descent.batches import tokens_of_block_step
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.reconstruction.step_sizes import tokens_a_step
 
 _ROOM = 0.95  # share of the device's memory that a run can use
 
@@ -139,7 +139,7 @@ def need(
     held, size, fit = held_blocks(recipe), itemsize or network.itemsize, recipe.blocks
     length = min(length, network.context or length)
     tokens, at_once = samples * length, min(batch, samples) * length
-    step = at_once if fit is None else min(tokens, tokens_a_step(length, batch, fit))
+    step = at_once if fit is None else min(tokens, tokens_of_block_step(length, batch, fit))
     sizes = Sizes(
         network.layers,
         network.block,

@@ -21,9 +21,9 @@ from iobs.pruning.cost.loads import (
     search_load,
     sum_load,
 )
+from iobs.pruning.descent.rates import block_trials, network_trials
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
-from iobs.pruning.reconstruction.rates import NETWORK_RATES, RATES, network_trial_steps, trial_steps
 from iobs.solvers.admm import ADMM
 
 _INPUTS = 3  # most inputs of one width in a block: of the attention, of its output, and of the perceptron
@@ -213,7 +213,7 @@ def fit_load(work: Work, fit: BlockFit) -> Load:
     links = work.links or work.blocks
     trials = block_trial_steps(fit) / links
     steps = _block_steps(fit) + trials
-    judging = 2.0 * (fit.window + fit.masks - 1) + len(RATES) * (trials > 0) / links
+    judging = 2.0 * (fit.window + fit.masks - 1) + len(block_trials(fit).rates) * (trials > 0) / links
     moved = fit.window * work.tokens / work.ranks
     found = Load(block=steps * 6.0 * work.step * work.weights, moved=steps * _UPDATE_BYTES * work.weights)
     found += Load(block=(judging * work.judged + moved) * 2.0 * work.weights)
@@ -242,8 +242,7 @@ def network_seconds(work: Work, fit: BlockFit, rates: Rates) -> float:
 
 def network_step_count(fit: BlockFit) -> int:
     """Number of the steps of the whole network, with the trials of their rate."""
-    trials = len(NETWORK_RATES) * network_trial_steps(fit) if fit.network_lr == "auto" else 0
-    return fit.network_steps + trials
+    return fit.network_steps + (network_trials(fit).most_steps if fit.network_lr == "auto" else 0)
 
 
 def _block_steps(fit: BlockFit) -> float:
@@ -253,7 +252,7 @@ def _block_steps(fit: BlockFit) -> float:
 
 def block_trial_steps(fit: BlockFit) -> int:
     """Number of the steps in trials of the rate of block reconstruction, all on the first window."""
-    return len(RATES) * trial_steps(fit) if fit.lr == "auto" else 0
+    return block_trials(fit).most_steps if fit.lr == "auto" else 0
 
 
 def _speed_up(work: Work) -> float:

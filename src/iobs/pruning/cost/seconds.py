@@ -27,15 +27,13 @@ from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.calibration.gram import POSITIONS
 from iobs.pruning.cost.loads import is_admm
 from iobs.pruning.cost.speeds import speed
-from iobs.pruning.decisions.learning_rate import candidates, trial_steps
-from iobs.pruning.finetune.trainer import samples_a_step
+from iobs.pruning.decisions.learning_rate import candidates
+from iobs.pruning.descent.batches import samples_of_block_step, samples_of_step
+from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import BlockFit, FineTune, as_allocation
-from iobs.pruning.reconstruction.rates import NETWORK_RATES, RATES, network_trial_steps
-from iobs.pruning.reconstruction.rates import trial_steps as blocks_trial_steps
-from iobs.pruning.reconstruction.step_sizes import samples_a_step as samples_of_fit
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
@@ -78,7 +76,8 @@ class Costs:
 def measured_costs(model: nn.Module, layers: tuple[Layer, ...], fit: Samples) -> Costs:
     """Measure the dense model, in eval mode, on the first calibration samples."""
     batch = batches.take(fit.batches[0], torch.arange(min(16, batches.size(fit.batches[0]))))
-    usual = batches.take(batch, torch.arange(min(samples_of_fit(batch, BlockFit()), batches.size(batch))))
+    count = samples_of_block_step(batches.positions(batch), BlockFit())
+    usual = batches.take(batch, torch.arange(min(count, batches.size(batch))))
     forward = _least_seconds(model, usual) / batches.size(usual)
     rows, inputs = _rows_per_sample(model, layers, batch, POSITIONS)
     by_name = {layer.name: rows.get(layer.path, 0.0) for layer in layers}
@@ -210,7 +209,8 @@ def _allocation_parts(
 
 def _step_batches(blocks: BlockFit, fit: Samples) -> int:
     """Number of gradient steps of block reconstruction in one pass over the calibration samples."""
-    return sum(math.ceil(batches.size(batch) / samples_of_fit(batch, blocks)) for batch in fit.batches)
+    counts = ((batches.size(batch), samples_of_block_step(batches.positions(batch), blocks)) for batch in fit.batches)
+    return sum(math.ceil(samples / at_once) for samples, at_once in counts)
 
 
 def _fit_passes(blocks: BlockFit) -> float:
@@ -222,8 +222,9 @@ def _rate_parts(blocks: BlockFit | None, count: int, step: float) -> list[Part]:
     """The trials of the rate of block reconstruction, on the first window; `step` are seconds of a forward pass."""
     if blocks is None or blocks.lr != "auto" or not blocks.steps:
         return []
-    trial = _STEP_FORWARDS * step * blocks_trial_steps(blocks) * min(1.0, blocks.window / count)
-    return [Part("rate of block reconstruction", len(RATES), trial, once=True)]
+    trials = block_trials(blocks)
+    seconds = _STEP_FORWARDS * step * trials.steps * min(1.0, blocks.window / count)
+    return [Part(trials.name, len(trials.rates), seconds, once=True)]
 
 
 def _network_parts(blocks: BlockFit | None, step: float) -> list[Part]:
@@ -232,8 +233,8 @@ def _network_parts(blocks: BlockFit | None, step: float) -> list[Part]:
         return []
     found = [Part("steps of the whole network", blocks.network_steps, 5.0 * step)]  # with the head of the dense model
     if blocks.network_lr == "auto":
-        trial = 5.0 * step * network_trial_steps(blocks)
-        found.insert(0, Part("rate of the whole network", len(NETWORK_RATES), trial, once=True))
+        trials = network_trials(blocks)
+        found.insert(0, Part(trials.name, len(trials.rates), 5.0 * step * trials.steps, once=True))
     return found
 
 
@@ -250,13 +251,13 @@ def _step_parts(decided: Decisions, rounds: int, fit: Samples, sample: float) ->
     between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
     tried = [step for step in (after, between) if step is not None and step.lr == "auto"]
     if tried:
-        step = max(tried, key=trial_steps)
-        parts.append(Part("trial", trial_steps(step), sample * samples_a_step(step, fit), once=True))
+        step = max(tried, key=most_trial_steps)
+        parts.append(Part("trial", most_trial_steps(step), sample * samples_of_step(step, fit), once=True))
     if between is not None:
-        parts.append(Part("steps", (rounds - 1) * between.steps, sample * samples_a_step(between, fit)))
+        parts.append(Part("steps", (rounds - 1) * between.steps, sample * samples_of_step(between, fit)))
     if after is not None:
         steps = sum(step.steps for step in candidates(decided))
-        parts.append(Part("fine-tuning", steps, sample * samples_a_step(after, fit)))
+        parts.append(Part("fine-tuning", steps, sample * samples_of_step(after, fit)))
     return parts
 
 
@@ -307,7 +308,7 @@ def affordable(
     else:
         rows, _ = _rows_per_sample(model, layers, batch)
         sample = sum(rows.get(layer.path, 0.0) * layer.weights for layer in layers)
-    count = int(_STEP_BUDGET / max(1.0, _STEP_PASSES * sample * samples_a_step(step, fit)))
+    count = int(_STEP_BUDGET / max(1.0, _STEP_PASSES * sample * samples_of_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from iobs.pruning.finetune.scoring import Scoring
+from iobs.pruning.descent.scoring import Scoring
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.store import Store
 

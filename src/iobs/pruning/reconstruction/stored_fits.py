@@ -47,23 +47,23 @@ class StoredFits:
         """Store the parameters of a fit and its notes; remove the parameters of the window before that it replaces."""
         rest = dict(values)
         for block in self.windows[stage] if level is None else ():
-            own = {name: rest.pop(name) for name in [*rest] if self.chain[block].holds(name)}
+            inside = {name: rest.pop(name) for name in [*rest] if self.chain[block].holds(name)}
             if self._part(stage, block) not in self.checkpoint:  # a killed run stored it: the fit has the same bits
-                self.checkpoint.put(self._part(stage, block), own, {})
+                self.checkpoint.put(self._part(stage, block), inside, {})
         self.checkpoint.put(self._key(stage, level), rest, {"notes": [*notes]})  # last: all blocks are stored now
         self._remove_replaced(stage, level)
 
     def get(self, stage: int, level: int | None) -> tuple[dict[str, Tensor], JsonObject]:
         """The stored parameters of a fit, without those that the next window has replaced, and its values."""
-        found: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         if level is None:
-            after = min((one for one in self.windows if one > stage), default=stage)
+            after = min((end for end in self.windows if end > stage), default=stage)
             replaced = self.windows[after] if after > stage and self.holds(after, None) else range(0)
             for block in self.windows[stage]:
-                found |= {} if block in replaced else self.checkpoint.get(self._part(stage, block))[0]
+                parameters |= {} if block in replaced else self.checkpoint.get(self._part(stage, block))[0]
         rest, values = self.checkpoint.get(self._key(stage, level))
         self._remove_replaced(stage, level)
-        return found | rest, values
+        return parameters | rest, values
 
     def finished(self, stage: int) -> JsonObject | None:
         """The values that `finish` stored of a block; None if the block was not finished when the run began."""
@@ -99,7 +99,7 @@ class StoredFits:
                 self.checkpoint.drop(key_of(self.index, layer, level))
 
     def _remove_replaced(self, stage: int, level: int | None) -> None:
-        before = max((one for one in self.windows if one < stage), default=stage)
+        before = max((end for end in self.windows if end < stage), default=stage)
         if level is None and before < stage:
             for block in self.windows[stage]:
                 self.checkpoint.drop(self._part(before, block))

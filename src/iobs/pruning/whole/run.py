@@ -22,7 +22,7 @@ from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.losses import answered
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
-from iobs.pruning.finetune.scoring import dense_copy
+from iobs.pruning.descent.scoring import dense_copy
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, replaced_forwards, seeded

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from iobs.pruning.finetune.augment import FlipShift, Pairs, copies, label_preserving, suited
+from iobs.pruning.descent.augment import FlipShift, Pairs, copies, label_preserving, suited
 from iobs.pruning.samples.subsets import Samples
 
 

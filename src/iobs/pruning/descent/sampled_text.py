@@ -60,7 +60,7 @@ def with_sampled_text(
     part: Samples,
     copies: int,
     seed: int,
-    known: Callable[[Callable[[], Tensor]], Tensor] = lambda sample: sample(),
+    remember: Callable[[Callable[[], Tensor]], Tensor] = lambda sample: sample(),
 ) -> Samples:
     """Add windows that the dense model samples to calibration samples, in batches of the same size.
 
@@ -69,7 +69,7 @@ def with_sampled_text(
         part: calibration samples.
         copies: sampled windows per calibration window.
         seed: of the draws.
-        known: (function that samples the windows) -> the windows, perhaps those of an interrupted run.
+        remember: (function that samples the windows) -> the windows, perhaps those of an interrupted run.
 
     Raises:
         ProblemError: the model or its samples are not suited.
@@ -81,15 +81,15 @@ def with_sampled_text(
             raise _unsuited()
         return sampled.windows
 
-    found = Samples([*part.batches], [*part.numbers])
-    parts = torch.split(known(sample), batches.size(part.batches[0]))
+    extended = Samples([*part.batches], [*part.numbers])
+    parts = torch.split(remember(sample), batches.size(part.batches[0]))
     for number, windows in enumerate(parts, max(part.numbers) + 1):
         pattern = batches.take(part.batches[0], torch.arange(len(windows)))
         assert isinstance(pattern, Mapping)
         ids = windows.to(pattern["input_ids"].device, pattern["input_ids"].dtype)
-        found.batches.append({**pattern, **{name: ids for name in ("input_ids", "labels") if name in pattern}})
-        found.numbers.append(number)
-    return found
+        extended.batches.append({**pattern, **{name: ids for name in ("input_ids", "labels") if name in pattern}})
+        extended.numbers.append(number)
+    return extended
 
 
 def require_sampling(model: nn.Module, part: Samples) -> None:
@@ -164,7 +164,7 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
     """
     generator = torch.Generator().manual_seed(seed)
     length = batches.positions(part.batches[0])
-    found: list[Tensor] = []
+    windows: list[Tensor] = []
     for rows in torch.split(torch.randint(part.samples, (count,), generator=generator), max(1, _TOKENS // length)):
         picked = part.pick(rows)
         assert isinstance(picked, Mapping)
@@ -172,8 +172,8 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
         drawn = _continued(model, start, length, generator)
         if drawn is None:
             return None
-        found.append(drawn.cpu())
-    return SampledText(torch.cat(found)) if found else None
+        windows.append(drawn.cpu())
+    return SampledText(torch.cat(windows)) if windows else None
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from torch import nn
 from iobs.errors import ModelError, NonFiniteError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
-from iobs.pruning.finetune.augment import copies, suited
-from iobs.pruning.finetune.sampled_text import sampled_text, windows_to_sample
-from iobs.pruning.finetune.trainer import samples_a_step
+from iobs.pruning.descent.augment import copies, suited
+from iobs.pruning.descent.batches import samples_of_step
+from iobs.pruning.descent.sampled_text import sampled_text, windows_to_sample
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction, Recipe
 from iobs.pruning.samples.subsets import Samples
@@ -163,7 +163,7 @@ class Scoring:
         if self.reference is None:
             return 0
         steps = [step for step in self.steps if step is not None and step.augment == "auto"]
-        used = sum((step.most_steps or step.steps) * samples_a_step(step, self.fit) for step in steps)
+        used = sum((step.most_steps or step.steps) * samples_of_step(step, self.fit) for step in steps)
         return windows_to_sample(self.reference, self.fit, used)
 
     # ---- models

@@ -1,4 +1,4 @@
-"""Fine-tuning: steps, learning rates, masks, precision, batches of the steps."""
+"""Gradient steps: learning rates, masks, precision, batches of the steps."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,33 @@ import iobs
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.pruning import FineTune
 from iobs.pruning.calibration.losses import kl_to
-from iobs.pruning.finetune.augment import FlipShift, copies
-from iobs.pruning.finetune.trainer import Trainer
+from iobs.pruning.descent.augment import FlipShift, copies
+from iobs.pruning.descent.batches import drawn_batches
+from iobs.pruning.descent.descent import Descent
+from iobs.pruning.descent.gradients import LossGradient, ModelLoss
+from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.optimizers import share_of_rate
+from iobs.pruning.runtime.ranks import ALONE
 from iobs.pruning.samples.batches import size
 from iobs.pruning.samples.subsets import Samples, rebatched
+from iobs.pruning.store import Store
 
 
-def test_trainer_keeps_masked_entries_zero_and_lowers_the_loss():
+def steps_on(model, part, step, loss, masks=None):
+    """Take steps on all parameters; returns the losses before them, and the descent."""
+    names = [name for name, _ in model.named_parameters()]
+    masters = Masters.of(Store(model), names, masks or {}, zero_outside=True)
+    descent = Descent(
+        LossGradient(ModelLoss(model, loss), masters, ALONE),
+        step.optimizer,
+        lambda taken: drawn_batches(step, part, None, torch.device("cpu"), taken),
+        lambda: 0.0,
+        ALONE,
+    )
+    return descent.run(step.steps, step.lr, "linear" if step.decay else "constant"), descent
+
+
+def test_steps_keeps_masked_entries_zero_and_lowers_the_loss():
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     reference = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).requires_grad_(False)
     mask = (torch.rand(5, 6) < 0.5).float()
@@ -25,31 +45,70 @@ def test_trainer_keeps_masked_entries_zero_and_lowers_the_loss():
         model[0].weight *= mask
     step = FineTune(lr=0.01, optimizer="adam", steps=30, loss="kl", decay=True, batch_size=16)
     part = Samples([torch.randn(64, 6)], [0])
-    trainer = Trainer(model, dict(model.named_parameters()), step, kl_to(reference), 30, 0, {"0.weight": mask})
-    losses = trainer.run(part, lambda done, total, loss: None)
+    losses, _ = steps_on(model, part, step, kl_to(reference), {"0.weight": mask})
     assert int((model[0].weight * (1 - mask) != 0).sum()) == 0
     assert losses[-1] < losses[0]
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 30)
 
 
 def mean_output(model, batch):
     return model(batch).float().mean()
 
 
-def test_trainer_warms_up_and_decays_the_learning_rate():
-    rates, model = [], nn.Linear(1, 1)
-    step = FineTune(lr=1.0, steps=20, decay=True, loss=mean_output)
-    trainer = Trainer(model, dict(model.named_parameters()), step, mean_output, 20, 0)
-    trainer.run(Samples([torch.ones(2, 1)], [0]), lambda *_: rates.append(trainer.optimizer.param_groups[0]["lr"]))
-    assert rates == pytest.approx([(1 - taken / 20) * min(1, (taken + 1) / 2) for taken in range(20)])
+def test_rates_warm_up_and_decay():
+    linear = [(1 - taken / 20) * min(1, (taken + 1) / 2) for taken in range(20)]
+    assert [share_of_rate("linear", taken, 20) for taken in range(20)] == pytest.approx(linear)
+    cosine = [share_of_rate("cosine", taken, 20) for taken in range(20)]
+    assert cosine[:3] == [0.5, 1.0, 1.0]
+    assert cosine[2:] == sorted(cosine[2:], reverse=True)
+    assert 0 < cosine[-1] < 0.01
 
 
-def test_trainer_accumulates_small_steps_in_bfloat16():
+def test_steps_can_be_undone_and_repeated():
+    model = nn.Linear(3, 1).half()
+    step = FineTune(lr=0.01, optimizer="adam", steps=3, loss=mean_output)
+    part = Samples([torch.ones(2, 3).half()], [0])
+    masters = Masters.of(Store(model), ["weight"], {})
+    gradient = LossGradient(ModelLoss(model, mean_output), masters, ALONE)
+    descent = Descent(
+        gradient, "adam", lambda taken: drawn_batches(step, part, None, torch.device("cpu"), 0), lambda: 0.0, ALONE
+    )
+    before = model.weight.detach().clone()
+    descent.mark()
+    losses = descent.run(3, 0.01)
+    after = masters.values["weight"].clone()
+    descent.undo()
+    assert torch.equal(model.weight, before)
+    assert descent.run(3, 0.01) == losses
+    assert torch.equal(masters.values["weight"], after)
+
+
+def test_run_that_does_not_lower_the_loss_is_repeated_with_the_next_rate_then_undone():
+    model, judged = nn.Linear(1, 1), [2.0, 1.0, 2.0, 2.0]
+    step = FineTune(steps=1, loss=mean_output)
+    masters = Masters.of(Store(model), ["weight"], {})
+    gradient = LossGradient(ModelLoss(model, mean_output), masters, ALONE)
+    part = Samples([torch.ones(2, 1)], [0])
+    descent = Descent(
+        gradient,
+        "sgd",
+        lambda taken: drawn_batches(step, part, None, torch.device("cpu"), 0),
+        lambda: judged.pop(0),
+        ALONE,
+    )
+    before = float(model.weight.detach())
+    descent.mark()
+    assert descent.lowers(1.5, 1, (0.5, 0.25))
+    assert float(model.weight.detach()) == pytest.approx(before - 0.25)
+    descent.undo()
+    assert not descent.lowers(1.5, 1, (0.5, 0.25))
+    assert float(model.weight.detach()) == before
+
+
+def test_steps_accumulates_small_steps_in_bfloat16():
     model = nn.Linear(4, 1, bias=False).bfloat16()
     nn.init.ones_(model.weight)
     step = FineTune(lr=1e-3, steps=20, loss=mean_output)
-    trainer = Trainer(model, dict(model.named_parameters()), step, mean_output, 20, 0)
-    trainer.run(Samples([torch.ones(2, 4).bfloat16()], [0]), lambda *_: None)
+    steps_on(model, Samples([torch.ones(2, 4).bfloat16()], [0]), step, mean_output)
     assert float(model.weight[0, 0].detach()) == pytest.approx(0.98, abs=4e-3)  # a step of 1e-3 alone rounds to 1.0
 
 
@@ -61,8 +120,7 @@ def test_small_gradients_in_float16_are_no_zeros():
         return (model(batch).float() - 1 - 2**-10).square().mean()  # a gradient of 2**-25 for every output
 
     step = FineTune(lr=1.0, steps=1, loss=loss)
-    trainer = Trainer(model, dict(model.named_parameters()), step, loss, 1, 0)
-    trainer.run(Samples([torch.ones(2**16, 1).half()], [0]), lambda *_: None)
+    steps_on(model, Samples([torch.ones(2**16, 1).half()], [0]), step, loss)
     assert float(model.weight.detach()) == pytest.approx(1 + 2**-9, abs=2**-11)
 
 
@@ -102,12 +160,11 @@ def seen_by(part, step):
         seen.append(batch[:, 0].int().tolist())
         return network(batch).mean()
 
-    masters = dict(model.named_parameters())
-    Trainer(model, masters, step, loss, step.steps, seed=0).run(part, lambda *_: None)
+    steps_on(model, part, step, loss)
     return seen
 
 
-def test_trainer_draws_from_all_batches_of_any_size():
+def test_steps_draws_from_all_batches_of_any_size():
     numbers = torch.arange(20.0)[:, None]
     step = FineTune(lr=1e-3, optimizer="sgd", steps=7, loss=lambda model, batch: model(batch).mean(), batch_size=8)
     found = seen_by(Samples.of([numbers]), step)
@@ -117,7 +174,7 @@ def test_trainer_draws_from_all_batches_of_any_size():
     assert [set(batch) for batch in pieces] == [set(batch) for batch in found]
 
 
-def test_trainer_uses_all_samples_if_fewer_than_a_batch():
+def test_steps_uses_all_samples_if_fewer_than_a_batch():
     step = FineTune(lr=1e-3, optimizer="sgd", steps=2, loss=lambda model, batch: model(batch).mean(), batch_size=8)
     assert [sorted(batch) for batch in seen_by(Samples.of([torch.arange(5.0)[:, None]]), step)] == [[0, 1, 2, 3, 4]] * 2
 
@@ -132,15 +189,14 @@ def test_gradient_step_accepts_numpy_numbers():
     FineTune(lr=np.float32(0.1), steps=np.int64(3), batch_size=np.int32(8))
 
 
-def test_trainer_names_the_layer_of_a_nonfinite_gradient():
+def test_steps_names_the_layer_of_a_nonfinite_gradient():
     model = nn.Sequential(nn.Linear(4, 4)).eval()
     with torch.no_grad():
         model[0].weight.zero_()
         model[0].bias.zero_()
     step = iobs.FineTune(loss=lambda network, batch: network(batch).square().sum().sqrt())  # 0 / 0 at zero
-    trainer = Trainer(model, dict(model.named_parameters()), step, step.loss, 1, 0)
     with pytest.raises(NonFiniteError, match=r"0\.weight"):
-        trainer.run(Samples([torch.randn(3, 4)], [0]), lambda *_: None)
+        steps_on(model, Samples([torch.randn(3, 4)], [0]), step, step.loss)
 
 
 def test_finetuning_with_the_task_loss_alone():

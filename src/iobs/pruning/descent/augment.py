@@ -73,14 +73,14 @@ class Pairs:
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
         """Change every sample of a batch by a draw of its own."""
-        given = batch if self.before is None else self.before(batch, generator)
-        values = _values(given)
+        changed = batch if self.before is None else self.before(batch, generator)
+        values = _values(changed)
         other = values[torch.randperm(len(values), generator=generator).to(values.device)]
         mixed = _blended(values, other, generator)
-        if _is_image(given):
+        if _is_image(changed):
             coin = torch.rand(len(values), generator=generator) < 0.5
             mixed = torch.where(_by_sample(coin, values), _pasted(values, other, generator), mixed)
-        return _with_values(given, mixed)
+        return _with_values(changed, mixed)
 
     def __str__(self) -> str:
         return f"{'' if self.before is None else f'{self.before}, '}pairs of samples mixed"
@@ -139,8 +139,8 @@ def copies(change: Augmentation, part: Samples, seed: int) -> Samples:
     changes: list[Augmentation] = [] if gentle is None else [gentle] * (_COPIES - 1)
     if isinstance(change, Pairs):
         changes += [change] * (1 if gentle is None else _COPIES)
-    found = [*plain.batches, *(one(batch, generator) for one in changes for batch in plain.batches)]
-    return Samples.of(found)
+    augmented = [change(batch, generator) for change in changes for batch in plain.batches]
+    return Samples.of([*plain.batches, *augmented])
 
 
 @torch.no_grad()
@@ -179,14 +179,14 @@ def label_preserving(model: nn.Module, part: Samples, seed: int) -> FlipShift | 
 def _predictions(model: nn.Module, used: list[Batch], change: FlipShift | None, seed: int) -> Tensor | None:
     """The most likely class of every sample, (samples,) int64; None if the model is not an image classifier."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    classes = []
     for batch in used:
-        given = batch if change is None else change(batch, generator)
-        scores = outputs.logits(batches.forward(model, given))
+        batch = batch if change is None else change(batch, generator)
+        scores = outputs.logits(batches.forward(model, batch))
         if scores.ndim != 2 or scores.shape[1] < 2:
             return None
-        found.append(scores.argmax(1))
-    return torch.cat(found)
+        classes.append(scores.argmax(1))
+    return torch.cat(classes)
 
 
 def _values(batch: Batch) -> Tensor:

@@ -1,1 +1,0 @@
-"""Fine-tuning of the pruned model: trainer, losses of rounds, augmentation."""

@@ -1,0 +1,297 @@
+"""Fits of a walk along the blocks: gradient steps of its windows, and of the whole network behind the last block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from iobs.core.grids import grid_of
+from iobs.core.patterns import Pattern
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.sweep import Sweep
+from iobs.pruning.descent.batches import shuffled_positions
+from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES, Descent, StepCheckpoint
+from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, Window
+from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.rates import RateTrials, block_trials, network_trials
+from iobs.pruning.layerwise.grids import free_zeros, rounding_of
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import BlockFit
+from iobs.pruning.reconstruction.stored_fits import StoredFits
+from iobs.pruning.report import JsonObject
+from iobs.pruning.workspace import Workspace
+
+_RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
+_PLACE = 4  # of the inputs of the first block among the stored hidden states; a walk uses those before
+
+
+@dataclass
+class Fits:
+    """Fits of windows, with one learning rate for all that is chosen on the first of them, and of the whole network.
+
+    Args:
+        work: state of the run.
+        sweep: has the blocks, and knows the layers that received no input so far. These are not pruned yet.
+        patterns: of the pruned layers, after their last projection.
+        settings: of the fits.
+        stored: fits in the checkpoint.
+
+    Attributes:
+        gradient: False after a fit without a gradient; then no further step is taken.
+        rates: learning rates of windows, with values on a grid (True) and without (False), once they are chosen.
+        begin: the inputs of the first block in the pruned model, once it is reached; None without steps of the network.
+        finished: masters of finished blocks, for these steps.
+    """
+
+    work: Workspace
+    sweep: Sweep
+    patterns: Mapping[Layer, Pattern]
+    settings: BlockFit
+    stored: StoredFits
+    gradient: bool = field(default=True, init=False)
+    rates: dict[bool, float] = field(default_factory=dict, init=False)
+    begin: Stream | None = field(default=None, init=False)
+    finished: list[Masters] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.settings.lr != "auto":
+            self.rates = dict.fromkeys((False, True), self.settings.lr)
+
+    # ---- windows
+    def fit_window(self, window: Window, steps: int, stage: int, level: int | None = None) -> None:
+        """Fit a window, or read the result from the checkpoint; undo a fit that raises the held-out loss.
+
+        Args:
+            window: the blocks.
+            steps: number of steps; 0 stores the window as it is, if a resumed run needs it.
+            stage: the block that the window ends with.
+            level: of the projection before the fit; None: the last one, after which the rate decays.
+        """
+        stored, name = self.stored, self.stored.name(stage, level)
+        # A window without steps is stored all the same if fits between projections have changed vectors.
+        if not (steps or (level is None and self.settings.fits_levels)):
+            return
+        # The last window also fits norms behind the blocks.
+        masters = self._masters_of(window.stages, outside=window.kl, final=window.final, shared=True)
+        if not masters.values or not self._has_gradient(window, masters, name):
+            return
+        descent = self._descent(window, masters)
+        if stored.holds(stage, level):
+            if steps:
+                self._rate(window, descent)  # known, and noted
+            parameters, values = stored.get(stage, level)
+            masters.replace(parameters)
+            masters.copy_to_model()
+            self.work.note_again(values)
+        elif not steps:
+            stored.put(stage, level, masters.values)
+        else:
+            notes = []
+            descent.mark()
+            before = descent.loss()
+            rate = self._rate(window, descent, before)
+            schedule = "cosine" if level is None else "constant"
+            if not descent.lowers(before, steps, (rate, rate / _RETREAT), schedule=schedule):
+                notes = [f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}."]
+                self.work.note(notes[0])
+            stored.put(stage, level, masters.values, notes)
+        masters.keep()
+
+    def _descent(self, window: Window, masters: Masters) -> Descent:
+        """The steps of a window on one batch of every rank."""
+        ranks, seed = self.sweep.ranks, self.work.request.seed + window.stages.stop
+        return Descent(
+            LossGradient(window, masters, ranks),
+            "block adam",
+            order=lambda taken: ([index] for index in shuffled_positions(window.streams.fit, seed)),
+            judge=lambda: window.judged_loss(ranks),
+            ranks=ranks,
+        )
+
+    def _has_gradient(self, window: Window, masters: Masters, name: str) -> bool:
+        """Whether the loss depends on the parameters; a window that computes without gradients is projected only."""
+        masters.parameters()
+        with torch.enable_grad():
+            if window.loss(window.streams.fit[0]).requires_grad:
+                return True
+        self.gradient = False
+        self.work.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
+        return False
+
+    def _rate(self, window: Window, descent: Descent, before: float | None = None) -> float:
+        """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
+        patterns = self.patterns.values()
+        on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
+        if on_grids not in self.rates:
+            values = " on grids" if on_grids else ""
+            key = f"round {self.stored.index} rate of blocks{values}"
+            trials = block_trials(self.settings)
+            name = f"block reconstruction{values}"
+            self.rates[on_grids] = choose_rate(self.work, descent, trials, key, name, before)
+        return self.rates[on_grids]
+
+    # ---- the whole network
+    def start_network(self, base: Stream) -> None:
+        """Keep the inputs of the first block, from which the steps of the whole network start."""
+        if self.settings.network_steps:
+            keep = self.sweep.place(_PLACE)
+            self.begin = replace(base, hidden=[keep(index, hidden) for index, hidden in enumerate(base.hidden)])
+
+    def leave(self, stage: int) -> None:
+        """Leave a finished block; before steps of the whole network only its masters are kept."""
+        residency = self.sweep.residency
+        if not self.settings.network_steps or stage >= len(self.sweep.chain):
+            residency.leave(stage)
+            return
+        self.finished.append(self._masters_of(range(stage, stage + 1)).held(residency.hold))
+        residency.release(stage)
+
+    def fit_network(self, dense: Stream) -> None:
+        """Take the steps, undo them if they raise the held-out loss, and leave all blocks; `dense` is behind them."""
+        if self.begin is None:
+            return
+        groups = [*self.finished, Masters.of(self.work.store, self._vectors_outside(), {})]
+        if self.gradient:
+            self._fit_groups(Streams.of(self.sweep, self.begin, dense), groups)
+        for stage, masters in enumerate(groups):
+            self.sweep.residency.enter(stage)
+            masters.copy_to_model()
+            masters.keep()
+            self.sweep.residency.leave(stage)
+
+    def _fit_groups(self, streams: Streams, groups: list[Masters]) -> None:
+        """Take the steps on groups of masters, or read them from the checkpoint."""
+        work, key = self.work, f"round {self.stored.index} steps of the network"
+        if key in work.checkpoint:
+            work.note_again(work.checkpoint.get(key)[1])
+            for stage, masters in enumerate(groups):
+                masters.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
+            return
+        gradient, ranks = BlockwiseGradient(streams, groups, self.sweep.residency), self.sweep.ranks
+        descent = Descent(
+            gradient,
+            "factored",
+            order=lambda taken: shuffled_positions(streams.fit, work.request.seed),
+            judge=lambda: gradient.judged_loss(ranks),
+            ranks=ranks,
+        )
+        descent.mark(self.sweep.residency.hold)
+        noted, before = len(work.callbacks.notes), descent.loss()
+        rate = self.settings.network_lr
+        if rate == "auto":
+            trials, rate_key = network_trials(self.settings), f"round {self.stored.index} rate of the network"
+            rate = choose_rate(work, descent, trials, rate_key, "the whole network", before)
+        saved = StepCheckpoint(work.checkpoint, f"{key} so far", STEPS_BETWEEN_SAVES)
+        if not descent.lowers(
+            before,
+            self.settings.network_steps,
+            (rate,),
+            saved=saved,
+            on_step=lambda done, steps, loss: work.callbacks.on_measure("steps of the whole network", done, steps),
+        ):
+            work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
+        for stage, masters in enumerate(groups):
+            work.checkpoint.put(f"{key}, block {stage}", masters.values, {})
+        work.checkpoint.put(key, {}, {"notes": work.callbacks.notes[noted:]})  # last: all blocks are stored now
+        saved.remove(descent)
+
+    # ---- fitted parameters
+    def _masters_of(self, stages: range, outside: bool = False, final: bool = True, shared: bool = False) -> Masters:
+        """The masters of some blocks; with final patterns values stay on their grids.
+
+        Args:
+            stages: of the blocks.
+            outside: also the vectors outside all blocks.
+            final: the layers have their final patterns.
+            shared: float32 parameters are their own masters.
+        """
+        model, blocks = self.work.store.model, [self.sweep.chain[stage] for stage in stages]
+        layers = [layer for layer in self.work.selection.layers if layer not in self.sweep.without_input]
+        names, masks = fitted_names(model, layers, blocks, self.work.frozen)
+        rounding = None
+        if final:
+            patterns = {layer: self.patterns[layer] for layer in layers if layer.key in masks}
+            free_zeros(masks, patterns)
+            rounding = rounding_of(model, patterns)
+        names += self._vectors_outside() if outside else []
+        return Masters.of(self.work.store, names, masks, rounding, shared=shared)
+
+    def _vectors_outside(self) -> list[str]:
+        """The names of the vectors outside the blocks, such as the scale of the last norm."""
+        everywhere = tuple(f"{block.path}." for block in self.sweep.chain)
+        return [
+            name
+            for name, value in self.work.store.model.named_parameters()
+            if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
+            if name not in self.work.frozen
+        ]
+
+
+def choose_rate(
+    work: Workspace, descent: Descent, trials: RateTrials, key: str, name: str, before: float | None = None
+) -> float:
+    """The learning rate of steps by trials, or from the checkpoint, with a note.
+
+    Args:
+        work: state of the run.
+        descent: the steps, after `mark`.
+        trials: of the rates.
+        key: of the trials in the checkpoint.
+        name: of the steps in the note.
+        before: the held-out loss without steps; None: it is measured.
+    """
+
+    def choose() -> JsonObject:
+        loss = descent.loss() if before is None else before
+        return trials.choose(descent, loss, work.checkpoint, key, work.callbacks.on_measure)
+
+    choice = work.checkpoint.remembered(key, choose)
+    text = f"Learning rate of {name}: {choice['rate']:g} ({choice['text']})."
+    if text not in work.callbacks.notes:  # as after a finished block of a resumed run
+        work.note(text)
+    return float(choice["rate"])
+
+
+def fitted_names(
+    model: nn.Module, layers: Iterable[Layer], blocks: Sequence[Block], frozen: Iterable[str]
+) -> tuple[list[str], dict[str, Tensor]]:
+    """The parameters that are fitted in some blocks, by name, and the masks of pruned weights.
+
+    These are the parameters of pruned layers, and vectors such as biases and norm scales. Matrices that stay dense keep
+    their bits, also beside pruned ones in one parameter, and so do parameters that the user froze.
+
+    Args:
+        model: the model.
+        layers: pruned layers.
+        blocks: the blocks or half-blocks; a parameter outside them is left out.
+        frozen: names of parameters that the user froze.
+    """
+    pruned: dict[str, list[Layer]] = {}
+    for layer in layers:
+        pruned.setdefault(layer.key, []).append(layer)
+    kept = set(frozen) - pruned.keys()
+    names: list[str] = []
+    masks: dict[str, Tensor] = {}
+    for name, value in model.named_parameters():
+        if not any(block.holds(name) for block in blocks) or name in kept or not value.is_floating_point():
+            continue
+        if name in pruned:
+            masks[name] = _fitted_entries(value.detach(), pruned[name])
+        if name in pruned or value.ndim == 1:
+            names.append(name)
+    return names, masks
+
+
+def _fitted_entries(value: Tensor, layers: Sequence[Layer]) -> Tensor:
+    """The entries of a parameter that are not zero and belong to layers, as a mask."""
+    nonzero = value != 0
+    if sum(layer.weights for layer in layers) == value.numel():
+        return nonzero
+    inside = torch.zeros_like(nonzero, memory_format=torch.contiguous_format)
+    for layer in layers:
+        layer.write_into(inside, torch.ones(layer.shape, dtype=torch.bool))
+    return nonzero & inside
