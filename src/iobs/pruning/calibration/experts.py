@@ -76,7 +76,11 @@ class Stack:
     @torch.no_grad()
     def _measure(self, experts: Sequence[Layer]) -> dict[Layer, Statistics]:
         """The statistics of some experts, from one pass over the data."""
-        pairs = {layer: [Gram.empty(layer, self._device, False) for _ in range(2)] for layer in experts}
+
+        def empty(layer: Layer) -> Gram:
+            return Gram.empty(layer, self._device, False)
+
+        pairs = {layer: (empty(layer), empty(layer)) for layer in experts}
 
         def note(layer: Layer, value: Tensor, held_out: bool, number: int) -> None:
             require_finite([value], layer, number)
