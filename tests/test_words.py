@@ -4,7 +4,7 @@ import re
 
 from source_files import source_files
 
-RIDDLE = re.compile(r"^(What|Whether|That|How|Those|All that|Such|None but|Of what|Who|Which|Where|As)\b")
+RIDDLE = re.compile(r"^(What|That|How|Those|All that|Such|None but|Of what|Who|Which|Where|As)\b")
 BANNED = re.compile(
     r"\b(dear|dearest|told|journal|polish|polishes|polished|twin|stranger|strangers|residence|workbench|resents|"
     r"by heart|so many|so much|skip=|GradientStep)\b"

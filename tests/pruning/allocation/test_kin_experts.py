@@ -142,13 +142,13 @@ def test_counts_are_nearly_those_of_a_mixture_that_is_measured_whole(monkeypatch
 
 def test_grams_of_other_experts_are_not_computed(monkeypatch, names):
     asked = []
-    routed = Stack._routed
+    routed = Stack._measure
 
     def noted(self, experts):
         asked.extend(layer.name for layer in experts)
         return routed(self, experts)
 
-    monkeypatch.setattr(Stack, "_routed", noted)
+    monkeypatch.setattr(Stack, "_measure", noted)
     model = mixture(2, 8)
     pruned(model)
     assert asked[: len(names)] == names  # the run itself needs the Grams of all
