@@ -1,4 +1,4 @@
-"""What stored layers refuse: gradients and traces, which would be wrong without a word, and damaged states."""
+"""Refusals of stored layers: gradients and traces, which would be silently wrong, and damaged states."""
 
 from __future__ import annotations
 

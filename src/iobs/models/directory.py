@@ -91,7 +91,7 @@ class Directory:
         dtype: torch.dtype | None,
         mapped: bool,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Those tensors that a conversion makes and that have the names."""
+        """The tensors of some names that a conversion makes."""
         for name, tensor in conversion.forward(dict(self.stored(conversion.sources))).items():
             if name in names:
                 copied = not conversion.operations and not (mapped and tensor.ndim > 1)

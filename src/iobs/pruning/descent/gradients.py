@@ -202,7 +202,7 @@ class LossGradient:
 
     @property
     def failure(self) -> str:
-        """That of the objective."""
+        """The objective's own failure, for error texts."""
         return self.objective.failure
 
     def of(self, items: Sequence[Any]) -> StepGradients:
