@@ -16,7 +16,7 @@ from iobs import check_gpu, check_results
 from iobs.check_gpu import Check, Findings, solver_checks, sparse_products, timed_block
 from iobs.check_results import network_checks
 from iobs.pruning.calibration import gram
-from iobs.pruning.cost.loads import Rates
+from iobs.pruning.cost.machines import Rates
 from iobs.solvers import SOLVERS
 
 HERE = torch.device("cpu")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from iobs.cli.run_file import Asked
     from iobs.cli.running import Place
-    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.cost.memory import Plan
 
 
 def prune_low_memory(
@@ -45,7 +45,7 @@ def prune_low_memory(
     from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.spill import place_named
     from iobs.pruning.blockwise.streamable import require_streamable
-    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -66,7 +66,7 @@ def prune_low_memory(
     store = StreamedStore(streamed, output or Path(), streams_place)
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
-    if about := warning_of(selection.layers, recipe):
+    if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
     plan = store.plan(selection, batches, recipe, options.holdout)

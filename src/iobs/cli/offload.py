@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from iobs.data import Batch
     from iobs.models import LoadedModel
     from iobs.pruning.blockwise.offloaded import OffloadedStore
-    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.cost.memory import Plan
     from iobs.pruning.store import Store
     from iobs.pruning.workspace import Request
 
@@ -94,11 +94,11 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
 
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.blockwise.choice import fits, resident_bytes
-    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.store import Store
 
     place = torch.empty(0, device=device).device
-    if request is not None and (about := warning_of(request.patterns, request.recipe)):
+    if request is not None and (about := warning_of_days(request.patterns, request.recipe)):
         console.warn(about)
     if request is None or fits(loaded.module, [*request.patterns], request.recipe, place):
         if streams.place is not None:
@@ -184,9 +184,16 @@ def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
     if plan.copied_bytes:
         show(f"Copies of the dense weights: {plan.copied_bytes / 1e9:.2f} GB in main memory, beside the model")
-    show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    for name, seconds in plan.phases.items():
-        show(f"  {name}: {seconds / 60:.1f} min")
+    show_time(plan.seconds, plan.phases, show)
     show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
     place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
+
+
+def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str], None]) -> None:
+    """Show the predicted time of a run, and of its phases."""
+    from iobs.pruning.progress import in_words
+
+    show(f"Predicted time: {in_words(seconds)}")
+    for name, part in phases.items():
+        show(f"  {name}: {in_words(part)}")

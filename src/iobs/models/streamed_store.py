@@ -26,8 +26,7 @@ from iobs.pruning.blockwise.spill import Place, Storage, require_place, spilled_
 from iobs.pruning.blockwise.store import BlockwiseStore
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
-from iobs.pruning.cost.memory_plan import Plan, plan, token_count
-from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.cost.memory import Plan, plan, token_count
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
@@ -35,7 +34,7 @@ from iobs.pruning.reconstruction.step_sizes import in_steps
 from iobs.pruning.report import AuditRow
 from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
+from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Names
 
@@ -336,17 +335,20 @@ class StreamedStore(BlockwiseStore):
         reading, writing = self._conversion_bytes(selection.layers)
         found = plan(
             replace(sizes, score=self.streamed.score_bytes, reading=reading, writing=writing),
+            recipe,
+            holdout,
+            self.device,
+            tokens=[*map(token_count, batches)],
+            steps=[*map(token_count, steps)],
+            samples=sum(map(size, batches)),
             outside_bytes=0 if on_cpu or fit is not None else outside,  # mapped files on a CPU
             model_bytes=model_bytes,
-            batches=batches,
-            steps=[*map(token_count, steps)],
-            recipe=recipe,
-            holdout=holdout,
-            device=self.device,
-            rates=measured_rates(self.device, self.streamed.arithmetic, locked=False) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
-        return self._placed(found, self.output, model_bytes)
+        found = self._placed(found, self.output, model_bytes)
+        if not timed:
+            return found
+        return found.timed(self._forecast(self.streamed.blocks, selection.layers, batches, recipe, holdout))
 
     def _conversion_bytes(self, layers: Sequence[Layer]) -> tuple[int, int]:
         """The most bytes that the conversions of a block take while it is read, and while it is written."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from iobs.core.patterns import Pattern, top_mask
 from iobs.core.quadratic import Quadratic, Solution
+from iobs.solvers.protocols import SolveCost
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,10 @@ class Wanda:
 
     This is OBD on a quadratic. The published method prunes each row separately: use `Unstructured(s, per="row")`.
     """
+
+    def cost(self, rows: int, columns: int) -> SolveCost:
+        """Entrywise work; scores, a copy of the weights in float64, and the mask."""
+        return SolveCost(10.0 * rows * columns, 21.0 * rows * columns)
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Set the entries of the centre with the least saliency to zero."""

@@ -22,8 +22,7 @@ from iobs.pruning.blockwise.visits import Visits, parts_of
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.halving import halved
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream, exact_chain
-from iobs.pruning.cost.memory_plan import Plan, plan, token_count
-from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.cost.memory import Plan, plan, token_count
 from iobs.pruning.finetune.scoring import NOT_COPIED
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
@@ -348,18 +347,18 @@ class OffloadedStore(BlockwiseStore):
             steps = [round(share * token_count(batch)) for batch in part.batches]
         found = plan(
             replace(sizes, hidden=width),
+            recipe,
+            holdout,
+            self.device,
+            tokens=tokens,
+            steps=steps,
+            samples=sum(map(data_batches.size, batches)),
             outside_bytes=0,  # stays on the device
             model_bytes=sum(value.nbytes for _, value in self.state()),
-            batches=batches,
-            steps=steps,
-            recipe=recipe,
-            holdout=holdout,
-            device=self.device,
-            rates=measured_rates(self.device, first.dtype, locked=False) if timed else None,
             parked=self.device.type == "cpu" and self.streams in ("auto", "disk"),
-            tokens=tokens,
         )
-        return self._placed(replace(found, copied_bytes=self._copied(selection.layers)), self._storage.folder)
+        found = self._placed(replace(found, copied_bytes=self._copied(selection.layers)), self._storage.folder)
+        return found.timed(self._forecast(self._blocks, selection.layers, batches, recipe, holdout)) if timed else found
 
 
 def _samples(batches: Sequence[Batch]) -> list[Batch]:

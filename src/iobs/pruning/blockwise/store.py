@@ -9,16 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from iobs.core.patterns import Unstructured
 from iobs.pruning.blockwise.spill import Place, Room, Storage, chosen, place_named
 from iobs.pruning.blockwise.streamable import require_streamable
-from iobs.pruning.cost.memory_plan import Plan, Sizes
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.cost.memory import Plan, Sizes
+from iobs.pruning.cost.prices import measure
+from iobs.pruning.cost.work import forecast
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import Recipe, Rounds
 from iobs.pruning.runtime.memory import available, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Decisions
 
 
 class BlockwiseStore(Store):
@@ -110,6 +117,14 @@ class BlockwiseStore(Store):
         names = {name for name, _ in self.model.named_parameters()}
         biased = any(f"{layer.path}.bias" in names for layer in layers)
         return Sizes(layers, max(blocks), itemsize, 0, 0, vocabulary, biased, None, hidden, len(blocks))
+
+    def _forecast(
+        self, chain: list[Block], layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe, holdout: float
+    ) -> Forecast:
+        """The work of a run and its time on this machine."""
+        patterns = dict.fromkeys(layers, Unstructured(0.5))
+        work, prices = measure(self, recipe, patterns, chain, Samples.of(batches), holdout)
+        return forecast(work, prices, recipe, Decisions(Rounds(), None, blocks=recipe.blocks))
 
     def _placed(self, found: Plan, folder: Path, written: int = 0) -> Plan:
         """The plan with the hidden states in the place that was asked for, or in the first one with room.
