@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +30,9 @@ from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
 from iobs.inference import gpu
 from iobs.models.output import make_folder
-from iobs.pruning.cost.loads import Rates, solve_operations
-from iobs.pruning.cost.phases import Shape, Work, phases
-from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.cost.machines import Machine, Network, Rates, need
+from iobs.pruning.cost.work import solver_cost
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
 from iobs.solvers.kernels.project import project
@@ -41,9 +41,9 @@ _PRODUCTS = 20  # repetitions of a product with zeros
 _TIMED = 3  # repetitions of a timing; the median counts
 _BLOCKS, _SAMPLES, _LENGTH = 32, 128, 2048  # of the predicted run
 _BLOCK_8B = (
-    *(Shape(4096, 4096), Shape(1024, 4096), Shape(1024, 4096), Shape(4096, 4096)),
-    *(Shape(14336, 4096), Shape(14336, 4096), Shape(4096, 14336)),
-)
+    *((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)),
+    *((14336, 4096), (14336, 4096), (4096, 14336)),
+)  # rows and columns
 _VOCABULARY_8B = 128256
 _OUTSIDE_8B = 2 * _VOCABULARY_8B * 4096
 _SHRUNK = 16  # factor by which the block is narrower on a CPU
@@ -108,7 +108,7 @@ def run(device: torch.device) -> Findings:
         found.checks.append(failed("times of one block", error))
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        _, error = tried(lambda: sparse_products(device, capability, _BLOCK_8B[0].columns, found))
+        _, error = tried(lambda: sparse_products(device, capability, _BLOCK_8B[0][1], found))
         found.checks += [] if error is None else [failed("products with zeros", error)]
     else:
         found.notes.append("Products with zeros left out were not run: iobs.accelerate has other forms on a CPU.")
@@ -119,19 +119,15 @@ def run(device: torch.device) -> Findings:
 
 def predictions(rates: Rates) -> dict[str, dict[str, float]]:
     """Seconds by phase of pruning a model of 8 billion parameters from files, by recipe."""
-    weights = _BLOCKS * sum(shape.weights for shape in _BLOCK_8B) + _OUTSIDE_8B
-    work = Work(
-        _BLOCK_8B * _BLOCKS,
-        _SAMPLES * _LENGTH,
-        2 * weights,
-        vocabulary=_VOCABULARY_8B,
-        batch=_LENGTH,
-        samples=_SAMPLES,
-        hidden=_BLOCK_8B[0].columns,
-        step=_LENGTH,
-    )
-    held = {"one-shot": 0.0, "fast": 0.1, "best": 0.1}
-    return {name: phases(replace(work, held_out=share), Recipe.preset(name), rates) for name, share in held.items()}
+    layers = [Layer(f"{block}.{place}", shape) for block in range(_BLOCKS) for place, shape in enumerate(_BLOCK_8B)]
+    block = sum(rows * columns for rows, columns in _BLOCK_8B)
+    weights = _BLOCKS * block + _OUTSIDE_8B
+    network = Network(layers, block, _OUTSIDE_8B, weights, _VOCABULARY_8B, width=_BLOCK_8B[0][1], blocks=_BLOCKS)
+    machine, held = Machine("this one", 0, rates), {"one-shot": 0.0, "fast": 0.1, "best": 0.1}
+    return {
+        name: need(network, Recipe.preset(name), _SAMPLES, _LENGTH, 1, machine, share).phases
+        for name, share in held.items()
+    }
 
 
 def _machine(device: torch.device) -> dict[str, str]:
@@ -143,7 +139,7 @@ def _machine(device: torch.device) -> dict[str, str]:
 # ---- times
 def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
     """Time the kernels and one block whose sides are divided by `shrink`; returns the measured rates."""
-    shapes = [Shape(one.rows // shrink, one.columns // shrink) for one in _BLOCK_8B]
+    shapes = [(rows // shrink, columns // shrink) for rows, columns in _BLOCK_8B]
     wide, narrow = shapes[-1], shapes[0]
     clock = Clock(device)
     generator = torch.Generator().manual_seed(0)
@@ -151,11 +147,16 @@ def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
     def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(rows, columns, generator=generator).to(device, dtype)
 
-    side = wide.columns
-    for dtype in (torch.float32, torch.bfloat16):
-        one = drawn(side, narrow.columns, dtype)
-        operations = 2.0 * side * side * narrow.columns
-        found.timings.append(clock.timed(f"product in {str(dtype)[6:]}", operations, partial(torch.matmul, one, one.T)))
+    side, rates = wide[1], {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        factor = drawn(side, narrow[1], dtype)
+        product = partial(torch.matmul, factor, factor.T)
+        timing = clock.timed(f"product in {str(dtype)[6:]}", 2.0 * side * side * narrow[1], product)
+        rates[dtype] = timing.rate
+        found.timings.append(timing)
+    total, part = (drawn(side, side, dtype) for dtype in (torch.float64, torch.float32))
+    summed = clock.timed("sum in float64", 20.0 * side**2, lambda: total.add_(part), "B/s")
+    found.timings.append(summed)
     moved = torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=device.type == "cuda")
     copied = clock.timed("copy from main memory", moved.numel(), lambda: moved.to(device, copy=True), "B/s")
     found.timings.append(copied)
@@ -163,34 +164,35 @@ def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
     solve, operations = 0.0, 0.0
     recipe = Recipe(solver="admm")
     for shape in dict.fromkeys(shapes):
-        weight = drawn(shape.rows, shape.columns)
-        inputs = drawn(2 * shape.columns, shape.columns)
+        rows, columns = shape
+        weight, inputs = drawn(rows, columns), drawn(2 * columns, columns)
+        taken = solver_cost(recipe, rows, columns).operations
         problem = Quadratic.at(weight, inputs.T @ inputs)
         count = shapes.count(shape)
         one_solve = clock.timed(
-            f"solve {shape.rows} x {shape.columns}, ADMM 50 %",
-            solve_operations(shape, recipe),
+            f"solve {rows} x {columns}, ADMM 50 %",
+            taken,
             partial(iobs.solve, problem, Unstructured(0.5), "admm", damping=0.01),
             repeat=1,
         )
         found.timings.append(one_solve)
-        solve, operations = solve + count * one_solve.seconds, operations + count * solve_operations(shape, recipe)
+        solve, operations = solve + count * one_solve.seconds, operations + count * taken
         del problem, inputs
     step = timed_step(shapes, device, clock)
     found.timings.append(step)
     if shrink > 1:
         found.notes.append(f"The block was timed with its sides divided by {shrink}; rates are assumed to be the same.")
-    measured = measured_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return replace(measured, product=step.rate, solve=operations / solve, transfer=copied.rate)
+    inner = rates[torch.bfloat16] if device.type == "cuda" else None
+    return Rates(step.rate, operations / solve, copied.rate, rates[torch.float64], summed.rate, inner)
 
 
-def kernel_times(shape: Shape, clock: Clock, drawn: Callable[[int, int], Tensor], found: Findings) -> None:
+def kernel_times(shape: tuple[int, int], clock: Clock, drawn: Callable[[int, int], Tensor], found: Findings) -> None:
     """Time the kernels of the solvers on one layer."""
-    rows, columns = shape.shape
+    rows, columns = shape
     inputs, weight = drawn(2 * columns, columns), drawn(rows, columns)
     hessian = (inputs.T @ inputs).contiguous()
     shift = float(hessian.diagonal().mean())
-    pattern = Unstructured(0.5).groups(shape.shape)
+    pattern = Unstructured(0.5).groups(shape)
     mask = weight.abs() > weight.abs().median()
     linear = (weight @ hessian).contiguous()
     tasks: dict[str, tuple[float, Callable[[], object]]] = {
@@ -236,14 +238,14 @@ def sparse_products(device: torch.device, capability: tuple[int, int], side: int
                 found.timings.append(clock.timed(title, 2.0 * tokens * side**2, partial(form, given), repeat=_PRODUCTS))
 
 
-def timed_step(shapes: list[Shape], device: torch.device, clock: Clock) -> Timing:
+def timed_step(shapes: list[tuple[int, int]], device: torch.device, clock: Clock) -> Timing:
     """Time a gradient step of a gated perceptron and four projections, with the shapes of a block, in 1,024 tokens."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     query, key, value, output, gate, up, down = (
-        torch.randn(one.rows, one.columns, device=device, dtype=dtype).div_(one.columns**0.5).requires_grad_()
-        for one in shapes
+        torch.randn(rows, columns, device=device, dtype=dtype).div_(columns**0.5).requires_grad_()
+        for rows, columns in shapes
     )
-    hidden = torch.randn(1024, shapes[0].columns, device=device, dtype=dtype)
+    hidden = torch.randn(1024, shapes[0][1], device=device, dtype=dtype)
 
     def step() -> None:
         mixed = (hidden @ query.T) * (hidden @ key.T).repeat(1, 4) + (hidden @ value.T).repeat(1, 4)
@@ -251,7 +253,7 @@ def timed_step(shapes: list[Shape], device: torch.device, clock: Clock) -> Timin
         state = state + (torch.nn.functional.silu(state @ gate.T) * (state @ up.T)) @ down.T
         torch.autograd.grad(state.square().mean(), [query, key, value, output, gate, up, down])
 
-    return clock.timed("gradient step of a block", 6.0 * 1024 * sum(one.weights for one in shapes), step)
+    return clock.timed("gradient step of a block", 6.0 * 1024 * sum(rows * columns for rows, columns in shapes), step)
 
 
 class Clock:

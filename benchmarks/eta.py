@@ -21,7 +21,7 @@ import torch
 from rows import require_data
 
 import iobs
-from iobs.pruning.cost import memory_plan, seconds
+from iobs.pruning.cost import prices
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Recipe
 
@@ -68,8 +68,7 @@ def main() -> None:
     parser.add_argument("--most-steps", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for module in (seconds, memory_plan):
-        module.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
+    prices.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[attr-defined]
     zoo = require_data(arguments.data)
     print(f"| network | recipe | seconds | {' | '.join(f'at {share:.0%}' for share in SHARES)} |")
     print(f"| --- | --- |{' ---: |' * (len(SHARES) + 1)}")

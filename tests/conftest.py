@@ -48,11 +48,11 @@ def _deterministic():
 @pytest.fixture(autouse=True, scope="session")
 def _speeds_of_small_products():
     """Measure the speed of the machine by few entries: most runs and plans measure it, for half a second or more."""
-    from iobs.pruning.cost import speeds
+    from iobs.pruning.cost import prices
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_SIDE", "_ENTRIES", "_COPIED"):
-            patch.setattr(speeds, name, 32)
+        for name, value in {"_SIDE": 32, "_ENTRIES": 32, "_TOKENS": 32, "_CALLS": 1, "_MOST_CALLS": 1}.items():
+            patch.setattr(prices, name, value)
         yield
 
 

@@ -20,8 +20,8 @@ from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise.storage import reserve, write_mapped
 from iobs.pruning.calibration.gram import Gram
-from iobs.pruning.cost import memory_plan
-from iobs.pruning.cost.memory_plan import Plan
+from iobs.pruning.cost import memory as cost
+from iobs.pruning.cost.memory import Plan
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import memory
 from iobs.report import read_report
@@ -300,7 +300,7 @@ def test_only_a_checkpoint_on_the_disk_of_the_output_takes_its_room(tmp_path, mo
     assert plan.left_of_checkpoint("~/run", tmp_path / "out") == 600
     disks = {tmp_path / "run": 1, tmp_path / "out": 2}
     monkeypatch.setattr(
-        memory_plan, "existing", lambda folder: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=disks[folder]))
+        cost, "existing", lambda folder: SimpleNamespace(stat=lambda: SimpleNamespace(st_dev=disks[folder]))
     )
     assert plan.left_of_checkpoint(tmp_path / "run", tmp_path / "out") == 0
 

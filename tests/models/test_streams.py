@@ -11,10 +11,8 @@ import iobs
 from iobs.errors import OutputError, ProblemError
 from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
-from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.blockwise.storage import Storage, choose_place
 from iobs.pruning.calibration import gram
-from iobs.pruning.cost.loads import Rates
 from iobs.pruning.descent.gradients import LossGradient
 from iobs.pruning.recipe import BlockFit
 
@@ -170,20 +168,6 @@ def test_plan_tells_the_peak_of_every_phase(tmp_path):
     assert max(spilled.peaks.values()) == spilled.peak_bytes
     above = [one.peaks["Grams"] - one.peaks["before the blocks"] for one in (held, spilled)]
     assert above[0] == above[1] > 0
-
-
-def test_plan_measures_copies_from_files_which_are_not_page_locked(tmp_path, monkeypatch):
-    families.saved("llama", tmp_path / "model")
-    asked = []
-
-    def measured(device, dtype, locked=True):
-        asked.append(locked)
-        return Rates(1.0, 1.0)
-
-    monkeypatch.setattr(blockwise_store, "measured_rates", measured)
-    store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / "out")
-    store.plan(store.select(None, None, False), families.language_batches(), iobs.Recipe(), 0.0)
-    assert asked == [False]
 
 
 def test_the_dense_weights_of_a_block_are_gone_while_its_window_is_fitted(tmp_path, monkeypatch):

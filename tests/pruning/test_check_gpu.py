@@ -14,7 +14,7 @@ from simulated_gpu import GPU
 
 import iobs
 from iobs.pruning.calibration import gram
-from iobs.pruning.cost.loads import Rates
+from iobs.pruning.cost.machines import Rates
 from iobs.solvers import SOLVERS
 
 with benchmarks() as imported:

@@ -5,12 +5,19 @@ from types import SimpleNamespace
 import families
 import menagerie
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import iobs
-from iobs.pruning.cost import seconds
+from iobs.cli import app
+from iobs.models import EMBEDDED
+from iobs.pruning.cost import prices
+from iobs.pruning.cost import work as cost
 from iobs.pruning.forecast import Forecast, Part, Remaining
+from iobs.pruning.network.layers import Layer
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import BlockFit
+from iobs.pruning.workspace import Decisions
 
 FORECAST = Forecast((Part("curves", 10, 2.0, once=True), Part("layers", 20, 1.0), Part("steps", 100, 0.5)))
 
@@ -95,20 +102,17 @@ def test_bar_ends_at_the_whole_with_no_time_left(recipe):
 
 @pytest.mark.parametrize("network_steps", [0, 30])
 def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monkeypatch):
-    # A machine on which only forward passes take time: a second per sample. Short windows are joined, so count tokens.
-    for name, value in {"_OVERHEAD": 0.0, "_GROUP_SHARE": 1.0, "_GROUP_OVERHEAD": 0.0, "_STEP_FORWARDS": 3.0}.items():
-        monkeypatch.setattr(seconds, name, value)
-    monkeypatch.setattr(
-        "iobs.pruning.algorithm.measured_costs", lambda *_: seconds.Costs(1.0, 0.0, 12, dict.fromkeys(names, 0.0))
-    )
+    # A machine on which only forward passes take time: a second per token.
+    for name, value in {"_GROUP": 1.0, "_GROUP_CALL": 0.0, "STEP_PASSES": 3.0}.items():
+        monkeypatch.setattr(cost, name, value)
+    measure, only_passes = prices.measure, cost.Prices(1.0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr("iobs.pruning.algorithm.measure", lambda *given: (measure(*given)[0], only_passes))
     model = families.LANGUAGE_MODELS["llama"][0]().eval()
-    data, names = families.language_batches(), [name for name, _ in model.named_modules()]
-    length, blocks = data[0]["input_ids"].shape[1], model.model.layers
-    passes, foretold = [0.0], []
+    data, passes, foretold = families.language_batches(), [0.0], []
+    blocks = model.model.layers
 
     def count(module, args, output):
-        samples = output.shape[:2].numel() / length
-        passes[0] += samples * (3 if output.requires_grad else 1) / len(blocks)
+        passes[0] += output.shape[:2].numel() * (3 if output.requires_grad else 1) / len(blocks)
 
     for block in blocks:
         block.self_attn.q_proj.register_forward_hook(count)
@@ -118,3 +122,74 @@ def test_forecast_of_block_reconstruction_counts_its_passes(network_steps, monke
     changes = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "holdout": 0.0}
     iobs.prune(model, data, 0.5, callbacks=[bar], **changes)
     assert foretold[0] == pytest.approx(passes[0], rel=0.3)
+
+
+def layers(count, rows, columns):
+    return [Layer(f"layers.{index}", (rows, columns)) for index in range(count)]
+
+
+def forecast_of(recipe, depth, **changes):
+    """The forecast of a run of a model with `depth` blocks of four layers, and equal prices of everything."""
+    every = layers(4 * depth, 64, 64)
+    work = cost.Work(every, 100, 1000, 0.1, depth, 50.0, cost.inputs_by_width(every, depth), 10**6, **changes)
+    decided = Decisions(recipe.rounds, None, blocks=recipe.blocks)
+    return cost.forecast(work, cost.Prices(1e-3 * depth, 1e-9, 1e-9, 2e-9, 1e-3, byte=1e-9), recipe, decided)
+
+
+@pytest.mark.parametrize("name", ["one-shot", "fast"])
+def test_forecast_grows_linearly_with_depth(name):
+    recipe = iobs.Recipe.preset(name)
+    times = [forecast_of(recipe, depth) for depth in (10, 20, 40)]
+    phases = [{key: value for key, value in one.phases.items() if key != "allocation"} for one in times]
+    for phase in phases[0]:
+        assert phases[2][phase] - phases[1][phase] == pytest.approx(2 * (phases[1][phase] - phases[0][phase]), rel=0.1)
+
+
+def test_phases_of_a_forecast_take_its_time():
+    forecast = forecast_of(iobs.Recipe.preset("best"), 4, whole=True)
+    assert sum(forecast.phases.values()) == pytest.approx(forecast.seconds)
+    assert {"allocation", "Grams", "solves", "steps of blocks", "steps of the network"} <= forecast.phases.keys()
+
+
+def test_solver_changes_the_forecast_by_what_it_declares():
+    times = {solver: forecast_of(iobs.Recipe(solver=solver), 4).phases["solves"] for solver in ("admm", "sparsegpt")}
+    assert times["admm"] > 2 * times["sparsegpt"]
+
+
+@pytest.mark.parametrize("solver", [*iobs.solvers.SOLVERS])
+def test_every_solver_has_a_cost(solver):
+    small, large = (cost.solver_cost(iobs.Recipe(solver=solver), 64, columns) for columns in (64, 128))
+    assert 0 < small.operations < large.operations
+    assert 0 < small.bytes < large.bytes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "warned"),
+    [
+        (iobs.Recipe(solver="obc"), True),
+        (iobs.Recipe(solver=iobs.solvers.OBC()), True),
+        (iobs.Recipe(refine="swap"), True),
+        (iobs.Recipe(rules=[iobs.Rule("layers.*", solver="obc")]), True),
+        (iobs.Recipe(), False),
+        (iobs.Recipe(solver="sparsegpt"), False),
+    ],
+)
+def test_solvers_that_take_days_are_named_before_the_work(recipe, warned):
+    assert bool(cost.warning_of_days(layers(32, 4096, 14336), recipe)) == warned
+    assert cost.warning_of_days(layers(12, 768, 3072), recipe) is None
+
+
+@pytest.mark.parametrize("options", [["--low-memory"], []])
+def test_command_line_warns_of_days_before_the_work(options, monkeypatch):
+    monkeypatch.setattr(cost, "_DAY", 1e-9)
+    options = ["--solver", "obc", "--recipe", "one-shot", "--dry-run", "--device", "cpu", *options]
+    run = CliRunner().invoke(app, ["prune", str(EMBEDDED), *options, "--samples", "4", "--seq-len", "16"])
+    assert run.exit_code == 0, run.output
+    assert "the solves take rows x columns^3 operations" in " ".join(run.stderr.split())
+
+
+def test_fastest_call_is_the_measured_one(monkeypatch):
+    times = iter([0.0, 5.0, 10.0, 11.0, 20.0, 27.0])  # another program takes the processor in two of three calls
+    monkeypatch.setattr(prices, "_CALLS", 3)
+    monkeypatch.setattr(prices, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert prices.timed(lambda: None, torch.device("cpu")) == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from iobs.data import Batch
     from iobs.models import LoadedModel
     from iobs.pruning.blockwise.offloaded import OffloadedStore
-    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.cost.memory import Plan
     from iobs.pruning.store import Store
     from iobs.pruning.workspace import Request
 
@@ -96,11 +96,11 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
 
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.blockwise.store import fits, resident_bytes
-    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.store import Store
 
     place = torch.empty(0, device=device).device
-    if request is not None and (about := warning_of(request.patterns, request.recipe)):
+    if request is not None and (about := warning_of_days(request.patterns, request.recipe)):
         console.warn(about)
     if request is None or fits(loaded.module, [*request.patterns], request.recipe, place):
         if streams.place is not None:
@@ -186,12 +186,19 @@ def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
     if plan.copied_bytes:
         show(f"Copies of the dense weights: {plan.copied_bytes / 1e9:.2f} GB in main memory, beside the model")
-    show(f"Predicted time: {plan.seconds / 60:.0f} min")
-    for name, seconds in plan.phases.items():
-        show(f"  {name}: {seconds / 60:.1f} min")
+    show_time(plan.seconds, plan.phases, show)
     show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
     place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
+
+
+def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str], None]) -> None:
+    """Show the predicted time of a run, and of its phases."""
+    from iobs.pruning.progress import in_words
+
+    show(f"Predicted time: {in_words(seconds)}")
+    for name, part in phases.items():
+        show(f"  {name}: {in_words(part)}")
 
 
 def prune_low_memory(
@@ -219,7 +226,7 @@ def prune_low_memory(
     from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
-    from iobs.pruning.cost.slow import warning_of
+    from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
@@ -240,7 +247,7 @@ def prune_low_memory(
     store = StreamedStore(streamed, output or Path(), streams_place)
     selection = store.select(options.include, options.ignore, recipe.depthwise)
     selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
-    if about := warning_of(selection.layers, recipe):
+    if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
     plan = store.plan(selection, batches, recipe, options.holdout)

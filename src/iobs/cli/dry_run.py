@@ -12,14 +12,17 @@ if TYPE_CHECKING:
     from iobs.core.grids import Budget
     from iobs.core.structured import Structured
     from iobs.models import LoadedModel
-    from iobs.pruning.cost.memory_plan import Plan
+    from iobs.pruning.cost.memory import Plan
     from iobs.pruning.coverage import Reason
+    from iobs.pruning.forecast import Forecast
     from iobs.pruning.store import Store
     from iobs.pruning.structured_plan import PlannedCost, UnitsPlan
     from iobs.pruning.workspace import Request
 
 
-def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None) -> None:
+def show_layers(
+    request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None, forecast: Forecast | None
+) -> None:
     """Show the layers that a run would prune, with their zeros as far as the run does not choose them.
 
     Args:
@@ -27,10 +30,11 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
         skipped: layers that stay dense.
         as_json: print JSON; a number that the run chooses is null there.
         plan: of a run by blocks, or None.
+        forecast: of a run in memory; None without calibration data.
     """
     from rich.table import Table
 
-    from iobs.cli.by_blocks import show_plan
+    from iobs.cli.by_blocks import show_plan, show_time
     from iobs.core.grids import Budget, stored_bits
     from iobs.pruning.audit import asked_zeros
 
@@ -45,7 +49,8 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
         ]
         dense = {name: str(reason) for name, reason in skipped.items()}
         budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
-        blocks = {} if plan is None else {"plan": asdict(plan)}
+        blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
+        blocks |= {} if forecast is None else {"seconds": forecast.seconds, "phases": forecast.phases}
         found = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
         console.print_json({**found, **budget, **blocks})
         return
@@ -65,6 +70,8 @@ def show_layers(request: Request, skipped: dict[str, Reason], as_json: bool, pla
         out.print(f"left dense: {name} ({reason})")
     if plan is not None:
         show_plan(plan, out.print)
+    if forecast is not None:
+        show_time(forecast.seconds, forecast.phases, out.print)
     if about:
         console.say(about)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from iobs.cli.by_blocks import Streams
     from iobs.cli.run_file import RunSettings
     from iobs.cli.running import OutputPlace
-    from iobs.data import Source
+    from iobs.data import Batch, Source
     from iobs.models import LoadedModel
     from iobs.pruning.recipe import Changes
     from iobs.pruning.report import Report
@@ -189,8 +189,9 @@ def _prune_resident(
     from iobs.cli.loading import batches_of_run, checked_device, load_model
     from iobs.cli.running import write_results
     from iobs.core.structured import Structured
-    from iobs.data import open_source
+    from iobs.errors import DataError
     from iobs.models import check_output, output_directory, size_in_bytes
+    from iobs.pruning.cost.foresight import foresee
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
@@ -211,11 +212,22 @@ def _prune_resident(
         return None
     if dry_run:
         assert request is not None
-        plan = None if store.whole else plan_of(store, request, batches_of_run(loaded, run_options)[2])
-        if run_options.data:
-            open_source([*run_options.data], "calibration", loaded)
+        batches: list[Batch] = []
+        with suppress(*[] if run_options.data or not store.whole else [DataError]):  # the model has no data of its own
+            batches = batches_of_run(loaded, run_options)[2]
+        plan, forecast = plan_of(store, request, batches), None
+        if store.whole and batches:
+            forecast = foresee(
+                store,
+                request.recipe,
+                request.patterns,
+                request.pattern,
+                batches,
+                holdout=request.holdout,
+                seed=request.seed,
+            )
         if current().first:
-            show_layers(request, selection.skipped, as_json, plan)
+            show_layers(request, selection.skipped, as_json, plan, forecast)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)

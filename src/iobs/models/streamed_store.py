@@ -22,7 +22,7 @@ from iobs.pruning.blockwise.storage import Place, require_place
 from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
-from iobs.pruning.cost.memory_plan import Plan
+from iobs.pruning.cost.memory import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe

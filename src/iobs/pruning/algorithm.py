@@ -27,7 +27,9 @@ from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.importance import row_importance
 from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
-from iobs.pruning.cost.seconds import affordable, forecast, measured_costs
+from iobs.pruning.cost.inputs import affordable
+from iobs.pruning.cost.prices import measure
+from iobs.pruning.cost.work import forecast
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
 from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
@@ -271,21 +273,23 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
 
 
 def forecaster(work: Workspace) -> Callable[[], object]:
-    """Forecast the time of the run, in a note and to the callbacks; the result does it again for later decisions.
+    """Return a function that forecasts the run for the present decisions, and tells the callbacks.
 
-    The speeds are measured only if gradient steps may make the run long, or if a callback wants to know.
+    The prices are measured only if gradient steps may make the run long, or if a callback listens. The first forecast
+    is in a note.
     """
     steps = work.decided.rounds.finetune or work.decided.finetune
-    if work.scoring is None or work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
+    if work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
         return lambda: None
-    costs = measured_costs(work.store.model, work.selection.layers, work.fit)
-    sampled = work.scoring.windows_to_sample()
+    recipe, request, samples = work.recipe, work.request, Samples.of(work.fit.batches + work.heldout.batches)
+    sizes, prices = measure(work.store, recipe, request.patterns, work.chain, samples, request.holdout, work.fit)
+    sampled = 0 if work.scoring is None else work.scoring.windows_to_sample()
 
     def foretell() -> Forecast:
-        layers, blocks = work.selection.layers, len(work.chain)
-        found = forecast(costs, layers, blocks, work.fit, work.request, work.decided, sampled)
-        work.callbacks.on_forecast(found)
-        return found
+        windows = sampled if work.decided.finetune else 0
+        expected = forecast(sizes, prices, recipe, work.decided, request.pattern, windows)
+        work.callbacks.on_forecast(expected)
+        return expected
 
     work.note(f"Estimated time: {foretell().seconds:.0f} s.")
     return foretell

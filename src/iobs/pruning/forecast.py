@@ -20,12 +20,14 @@ class Part:
         units: number of units in the whole run, such as layers or gradient steps.
         seconds: expected time of one unit; only ratios matter once the run has begun.
         once: the part is over as soon as a later part begins.
+        phases: expected seconds of one unit by kind of work, such as "solves"; empty: the part is one kind.
     """
 
     name: str
     units: int
     seconds: float
     once: bool = False
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ class Forecast:
     def seconds(self) -> float:
         """Expected time of the whole run."""
         return sum(part.units * part.seconds for part in self.parts)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Expected time of every kind of work."""
+        times: dict[str, float] = {}
+        for part in self.parts:
+            for name, seconds in (part.phases or {part.name: part.seconds}).items():
+                times[name] = times.get(name, 0.0) + part.units * seconds
+        return times
 
 
 class Remaining:

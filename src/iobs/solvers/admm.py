@@ -15,7 +15,7 @@ from iobs.core.quadratic import Factors, Quadratic, Solution
 from iobs.solvers.best_of import best_of, candidates
 from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
 from iobs.solvers.kernels.project import largest, project, restart
-from iobs.solvers.protocols import Budget, require_budget
+from iobs.solvers.protocols import Budget, SolveCost, require_budget
 from iobs.solvers.refit import is_cheap, scaled
 
 
@@ -82,6 +82,18 @@ class ADMM:
         solution = self._search(problem, groups)
         return best_of(problem, pattern, candidates(problem, pattern, solution, self.budget))
 
+    def cost(self, rows: int, columns: int) -> SolveCost:
+        """A product of the rows with a square in every iteration, and an inverse in every stage.
+
+        The search holds the scaled Hessian, an inverse and half of another, and five matrices. The final weights need
+        one square and nine matrices, more on a GPU than on a CPU.
+        """
+        schedule, square, matrix = SCHEDULES[self.budget], columns**2, rows * columns
+        products = schedule.iterations + schedule.refit + 1
+        inverses = _stages(schedule, rows, columns) * 4 / 3 + 2  # by halves; the first by a factorisation
+        operations = 2.0 * matrix * columns * products + inverses * columns**3
+        return SolveCost(operations, max(10 * square + 21 * matrix, 4 * square + 36 * matrix))
+
     def _search(self, problem: Quadratic, groups: Partition) -> Solution:
         schedule = SCHEDULES[self.budget]
         hessian, linear, scale = scaled(problem)
@@ -92,6 +104,11 @@ class ADMM:
         else:
             weight = improve_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
         return Solution.of(problem, weight.to(problem.dtype), mask)
+
+
+def _stages(schedule: Schedule, rows: int, columns: int) -> int:
+    """The number of stages for a matrix: fewer for few rows, where inverses take most of the time."""
+    return schedule.stages if 2 * rows >= columns else max(2, schedule.stages * 5 // 8)
 
 
 def alternate(
@@ -112,7 +129,7 @@ def alternate(
     Returns:
         The mask of the last projection, with exact counts, and the target that was projected.
     """
-    stages = schedule.stages if 2 * groups.all_rows(len(linear)) >= len(hessian) else max(2, schedule.stages * 5 // 8)
+    stages = _stages(schedule, groups.all_rows(len(linear)), len(hessian))
     low, high = schedule.penalties
     target, mask = start, largest(start, groups)
     dense, right = torch.empty_like(linear), torch.empty_like(linear)

@@ -1,7 +1,8 @@
-"""Protocols of solvers and refinements, and guards of the options that their constructors take."""
+"""Protocols of solvers and refinements, what they declare of their cost, and guards of their options."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol, get_args
 
@@ -56,3 +57,33 @@ def require_whole(name: str, value: int, least: int, advice: str) -> None:
     """
     if not is_a(Integral, value) or isinstance(value, bool) or value < least:
         raise ProblemError(f"{name} must be a whole number of at least {least}, got {value!r}; {advice}.")
+
+
+@dataclass(frozen=True)
+class SolveCost:
+    """Cost of one call, for forecasts of time and memory.
+
+    A solver or refinement declares it in a method `cost(rows, columns)`; `declared_cost` knows a usual one for others.
+
+    Attributes:
+        operations: additions and multiplications in products and factorisations; those in float64 count twice.
+        bytes: largest size of the tensors that the call makes, at one time.
+        loops: operations in loops over single entries, which run far below the speed of products.
+    """
+
+    operations: float
+    bytes: float
+    loops: float = 0.0
+
+
+def usual_cost(rows: int, columns: int) -> SolveCost:
+    """The cost of one factorisation in float64 and one product with a triangle, as in exact elimination."""
+    square, matrix = columns**2, rows * columns
+    return SolveCost(2 * columns**3 / 3 + rows * square, max(24 * square, 6 * square + 21 * matrix))
+
+
+def declared_cost(solver: object, rows: int, columns: int) -> SolveCost:
+    """The cost that a solver or refinement declares for a matrix (rows, columns); the usual one if it declares none."""
+    declare = getattr(solver, "cost", usual_cost)
+    cost: SolveCost = declare(rows, columns)
+    return cost

@@ -12,7 +12,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
-from iobs.solvers.protocols import require_whole
+from iobs.solvers.protocols import SolveCost, require_whole, usual_cost
 
 _REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
 
@@ -36,6 +36,11 @@ class Swap:
     def __post_init__(self) -> None:
         if self.rounds is not None:
             require_whole("rounds", self.rounds, 0, "None exchanges entries until no exchange helps")
+
+    def cost(self, rows: int, columns: int) -> SolveCost:
+        """For every row one inverse of half of the columns, the least that proves that no swap helps."""
+        usual = usual_cost(rows, columns)
+        return replace(usual, loops=rows * float(columns) ** 3 / 4)
 
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """Return a solution of at most the same loss.

@@ -9,7 +9,7 @@ from iobs.models.directory import Directory
 from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.cost.memory_plan import peaks, plan
+from iobs.pruning.cost.memory import peaks, plan
 from iobs.pruning.recipe import Recipe
 
 
@@ -26,7 +26,9 @@ def folder(tmp_path):
 def test_plan_foretells_the_bytes_of_conversions(arithmetic, folder, tmp_path, monkeypatch):
     streamed = StreamedModel.open(folder, arithmetic=arithmetic)
     block, directory, given = streamed.blocks[0], streamed.directory, []
-    monkeypatch.setattr(blockwise_store, "plan", lambda sizes, **rest: given.append(sizes) or plan(sizes, **rest))
+    monkeypatch.setattr(
+        blockwise_store, "plan", lambda sizes, *rest, **named: given.append(sizes) or plan(sizes, *rest, **named)
+    )
     store = StreamedStore(streamed, tmp_path / "out")
     selection = store.select(None, None, False)
     store.plan(selection, families.language_batches(), Recipe(), 0.0, timed=False)

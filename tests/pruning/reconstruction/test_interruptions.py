@@ -15,7 +15,7 @@ import iobs
 from iobs.errors import ModelError, OutputError
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.blockwise import storage
-from iobs.pruning.cost import checkpoint_size
+from iobs.pruning.cost import memory
 from iobs.pruning.descent.gradients import BlockwiseGradient
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fits
@@ -114,13 +114,13 @@ def test_entries_that_no_resumed_run_reads_are_removed(puts, tmp_path, monkeypat
 
     monkeypatch.setattr(DiskCheckpoint, "put", put)
     monkeypatch.setattr(DiskCheckpoint, "drop", lambda self, key: (sizes.pop(key, 0), drop(self, key))[1])
-    monkeypatch.setattr(checkpoint_size, "STEPS_BETWEEN_SAVES", 2)
+    monkeypatch.setattr(memory, "STEPS_BETWEEN_SAVES", 2)
     recipe = iobs.Recipe(**{name: value for name, value in OPTIONS.items() if name != "holdout"})
     recipe = recipe.but(blocks=replace(FIT, masks=4))
     data = families.language_batches(count=4)
     report = iobs.prune(model, data, 0.5, recipe, holdout=0.25, checkpoint=tmp_path / "run")
     weights = sum(model.get_parameter(f"{row.name}.weight").numel() for row in report.audit)
-    assert largest[0] == checkpoint_size.checkpoint_bytes(weights, weights // 2, 4, recipe)
+    assert largest[0] == memory.checkpoint_bytes(weights, weights // 2, 4, recipe)
     assert not [key for key in sizes if "level" in key or "so far 0" in key or "so far 1" in key]
     assert len([*(tmp_path / "run").glob("*.safetensors")]) == len(sizes)
 

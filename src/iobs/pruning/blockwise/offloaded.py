@@ -19,7 +19,7 @@ from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
-from iobs.pruning.cost.memory_plan import Plan
+from iobs.pruning.cost.memory import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, require_module, unobserved

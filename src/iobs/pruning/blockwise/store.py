@@ -17,23 +17,27 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from iobs.core.patterns import Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.memory_plan import Plan, Sizes, plan, token_count
-from iobs.pruning.cost.speeds import measured_rates
+from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
+from iobs.pruning.cost.prices import measure
+from iobs.pruning.cost.work import forecast
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.scoring import needs_reference
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.recipe import Recipe, Rounds, as_allocation
 from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Decisions
 
 
 class BlockSource(Protocol):
@@ -291,20 +295,26 @@ class BlockwiseStore(Store, ABC):
                 reading=sizes.reading,
                 writing=sizes.writing,
             ),
+            recipe,
+            holdout,
+            self.device,
+            tokens=tokens,
+            steps=steps,
+            samples=sum(map(size, batches)),
             outside_bytes=sizes.outside_bytes,
             model_bytes=sizes.model_bytes,
-            batches=batches,
-            steps=steps,
-            recipe=recipe,
-            holdout=holdout,
-            device=self.device,
-            rates=measured_rates(self.device, sizes.dtype, locked=False) if timed else None,
             parked=on_cpu and self.streams in ("auto", "disk"),
-            tokens=tokens,
         )
         predicted = replace(predicted, copied_bytes=sizes.copied_bytes)
         room = self._room(predicted, sizes.written_bytes)
-        return predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
+        predicted = predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
+        return predicted.timed(self._forecast(selection.layers, batches, recipe, holdout)) if timed else predicted
+
+    def _forecast(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Forecast:
+        """The work of a run and its time on this machine."""
+        patterns = dict.fromkeys(layers, Unstructured(0.5))
+        work, prices = measure(self, recipe, patterns, self._blocks, Samples.of(batches), holdout)
+        return forecast(work, prices, recipe, Decisions(Rounds(), None, blocks=recipe.blocks))
 
     def _room(self, predicted: Plan, written_bytes: int) -> dict[Place, int]:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""

@@ -5,13 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.pruning.cost.loads import Matrix, Rates
-from iobs.pruning.cost.memory_plan import Sizes, held_blocks, peaks
-from iobs.pruning.cost.phases import Work, phases, swept
+from iobs.pruning.cost.memory import Sizes, held_blocks, peaks
+from iobs.pruning.cost.prices import UPDATE_BYTES
+from iobs.pruning.cost.work import Prices, Work, forecast, inputs_by_width
 from iobs.pruning.descent.batches import tokens_of_block_step
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Recipe, Rounds
+from iobs.pruning.workspace import Decisions
 
 _ROOM = 0.95  # share of the device's memory that a run can use
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of a machine.
+
+    Args:
+        product: floating-point operations per second of a product in the dtype of the blocks.
+        solve: the same in float32, as solvers need it.
+        transfer: bytes per second from the place of the weights to the device; infinite if they stay there.
+        double: operations per second of a product in float64; None: half of `solve`.
+        memory: bytes per second of entrywise work; infinite: not counted.
+        inner: operations per second of the products of layer inputs for Grams; None: `solve`.
+    """
+
+    product: float
+    solve: float
+    transfer: float = float("inf")
+    double: float | None = None
+    memory: float = float("inf")
+    inner: float | None = None
+
+    def prices(self, weights: int) -> Prices:
+        """The prices of the work on a network whose blocks have this number of weights."""
+        return Prices(
+            forward=2.0 * weights / self.product,
+            gram=1 / (self.inner or self.solve),
+            solve=1 / self.solve,
+            double=1 / (self.double or self.solve / 2),
+            update=UPDATE_BYTES / self.memory,
+            byte=1 / self.transfer,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +109,7 @@ class Network:
         context: most tokens of a sample; None: not limited.
     """
 
-    layers: Sequence[Matrix]
+    layers: Sequence[Layer]
     block: int
     outside: int
     weights: int
@@ -152,21 +186,21 @@ def need(
         blocks=network.blocks,
     )
     outside = network.outside * network.itemsize if fit is not None else 0
-    found = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0, on_gpu=True).items()}
+    peak_bytes = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
     work = Work(
         network.layers,
-        tokens,
-        network.itemsize * network.weights,
-        machine.count,
-        network.vocabulary,
-        at_once,
         samples,
+        tokens,
         holdout,
-        network.width,
-        step,
         network.blocks,
+        step,
+        inputs_by_width(network.layers, network.blocks),
+        network.itemsize * network.weights,
+        network.vocabulary * sizes.width,
+        ranks=machine.count,
     )
-    hidden = size * swept(work, recipe).tokens * sizes.width // machine.count
-    streams = held.streams * hidden + held.masters * work.weights
+    streams = held.streams * size * work.swept(recipe).positions * sizes.width // machine.count
     rates = machine.rates if size < 4 else replace(machine.rates, product=machine.rates.solve)
-    return Need(machine, found, streams, phases(work, recipe, rates))
+    decided = Decisions(Rounds(), None, blocks=fit)
+    phases = forecast(work, rates.prices(work.weights), recipe, decided).phases
+    return Need(machine, peak_bytes, streams + held.masters * work.weights, phases)

@@ -7,7 +7,7 @@
     kind of network steps        sparsity.decide_steps        `Workspace.decided`    `settings["decided"]`
     number of rounds             sparsity.decide_growth       `Workspace.decided`    `settings["decided"]`
     optimizer, learning rate     learning_rate.decide_rates   `Workspace.decided`    `settings["decided"]`
-    number of gradient steps     cost.seconds.affordable      `Workspace.decided`    `settings["decided"]`
+    number of gradient steps     cost.inputs.affordable       `Workspace.decided`    `settings["decided"]`
     best record                  report.best_index            `algorithm.Best`       `best_round`
 
 `algorithm.run` calls all of them. A mask is no decision of this kind: `layerwise.projection` says where it is made.

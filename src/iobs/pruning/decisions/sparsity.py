@@ -160,18 +160,32 @@ def decide_steps(work: Workspace) -> Decisions:
     Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
     and mixes samples, and the rounds before it, if the whole model is in memory.
     """
-    blocks, decided = work.recipe.blocks, work.decided
-    if blocks is None:
-        return decided
-    if not work.chain:
+    before, text = work.decided, positions(work.fit.batches[0]) > 1
+    if before.blocks is None:
+        return before
+    decided = one_kind_of_steps(before, bool(work.chain), text or not work.store.whole)
+    if decided.blocks is None:
         work.note("No block reconstruction: the model does not run exactly along a chain of blocks.")
+    elif decided.finetune is not before.finetune:
+        kind = "Text" if text else "Block by block"
+        work.note(f"{kind}: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+    return decided
+
+
+def one_kind_of_steps(decided: Decisions, chain: bool, by_blocks: bool) -> Decisions:
+    """The decisions without block reconstruction if there is no chain, and with one kind of steps of the whole network.
+
+    Args:
+        decided: as in the recipe.
+        chain: the model runs along a chain of blocks.
+        by_blocks: where both kinds are asked for, the steps are taken block by block, and not as fine-tuning.
+    """
+    blocks = decided.blocks
+    if blocks is None or not chain:
         return replace(decided, blocks=None)
     if not blocks.network_steps or decided.finetune is None:
         return decided
-    text = positions(work.fit.batches[0]) > 1
-    if text or not work.store.whole:
-        kind = "Text" if text else "Block by block"
-        work.note(f"{kind}: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+    if by_blocks:
         return replace(decided, rounds=Rounds(data=decided.rounds.data), finetune=None, tuned=False)
     return replace(decided, blocks=replace(blocks, network_steps=0))
 

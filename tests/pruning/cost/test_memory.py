@@ -1,26 +1,20 @@
-"""Bytes of Grams and solves in the plan, against counted bytes of tensors."""
+"""Predicted bytes of Grams, solves and steps, against counted bytes of tensors."""
 
 import pytest
 import torch
-from simulated_gpu import GPU
 from tensor_bytes import TensorBytes
 
-from iobs.core import quadratic
 from iobs.core.patterns import Unstructured
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import Residency
-from iobs.pruning.cost import memory_plan
-from iobs.pruning.cost.checkpoint_size import checkpoint_bytes
-from iobs.pruning.cost.loads import Rates
-from iobs.pruning.cost.memory_plan import GramKind, Sizes, gathering_bytes, peaks, solving_bytes
-from iobs.pruning.cost.phases import Shape, Work, network_seconds, phases
+from iobs.pruning.cost import memory
+from iobs.pruning.cost.memory import GramSizes, Sizes, checkpoint_bytes, peaks
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.solvers import ADMM
 
 TOKENS, WIDTH = 64, 256
 
@@ -57,52 +51,30 @@ def counted(layer, kind, recipe, residency):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("solver", ["sparsegpt", "admm"])
+@pytest.mark.parametrize("solver", ["sparsegpt", "admm", "wanda"])
 @pytest.mark.parametrize("shape", [(WIDTH, 704), (704, WIDTH)])
-def test_plan_foretells_the_bytes_of_grams_and_solves(shape, solver, pairs, parts, wide, monkeypatch):
-    for module in (gram, problem, memory_plan):
+def test_grams_and_solves_take_the_predicted_bytes(shape, solver, pairs, parts, wide, monkeypatch):
+    """Within a factor of 1.5, also for a solver that declares nothing; and hardly ever more than predicted."""
+    for module in (gram, problem, memory):
         monkeypatch.setattr(module, "WIDE", 64 if wide else 10_000)
     recipe = Recipe(solver=solver, target="residual" if pairs else "layer")
-    layer, kind = Layer("a", shape), GramKind(parts, pairs, WIDTH)
+    layer, kind = Layer("a", shape), GramSizes(parts, pairs, WIDTH)
     gathered, solved = counted(layer, kind, recipe, Residency())
-    assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
-    assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
-
-
-@pytest.mark.parametrize(("shape", "pairs"), [((48, 352), True), ((512, WIDTH), False)])
-def test_plan_foretells_the_bytes_of_solves_on_a_gpu(shape, pairs, gpu, monkeypatch):
-    """The torch forms of the kernels take more matrices than those of a CPU, and no factor is computed in place."""
-    for module in (gram, problem, memory_plan):
-        monkeypatch.setattr(module, "WIDE", 64)
-    for name, value in {"_LARGE": 64, "_ROWS": 32}.items():
-        monkeypatch.setattr(quadratic, name, value)
-    torch.manual_seed(0)
-    recipe = Recipe(solver=ADMM("fast"), target="residual" if pairs else "layer")
-    layer, kind = Layer("a", shape), GramKind(1, pairs, shape[0] if pairs else 0)
-    own, weight = torch.randn(1, 2 * shape[1], shape[1]), torch.randn(shape).to(GPU)
-    found = Gram.empty(layer, GPU, pairs, False, kind.drift(layer) > 0)
-    drift = torch.randn(1, len(own[0]), shape[0]).to(GPU) if found.drift is not None else None
-    found.add(own.to(GPU), (own + 0.1).to(GPU) if pairs else None, drift)
-    found.finish()
-    found.forget_energy()
-    before = gpu.reset_peak()
-    task = Task(layer, Unstructured(0.5), weight, weight.clone() if pairs else None, recipe)
-    solve_layer(task, Statistics(found))
-    assert before > 0
-    assert 0.95 < solving_bytes(layer, recipe, kind, on_gpu=True) / gpu.peak < 1.1
+    assert 0.9 < kind.gathering(layer, TOKENS, 4) / gathered < 1.5
+    assert 0.9 < kind.solving(layer, recipe) / solved < 1.5
 
 
 @pytest.mark.parametrize("shape", [(WIDTH, 704), (704, WIDTH)])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_grams_of_wide_layers_in_files_take_no_memory(shape, pairs, tmp_path, monkeypatch):
-    for module in (gram, problem, memory_plan):
+    for module in (gram, problem, memory):
         monkeypatch.setattr(module, "WIDE", 64)
     recipe = Recipe(target="residual" if pairs else "layer")
-    layer, kind = Layer("a", shape), GramKind(2, pairs, WIDTH, parked=True)
+    layer, kind = Layer("a", shape), GramSizes(2, pairs, WIDTH, parked=True)
     storage = Storage("disk", torch.device("cpu"), tmp_path)
     gathered, solved = counted(layer, kind, recipe, storage)
-    assert 0.95 < gathering_bytes(layer, kind, TOKENS, 4) / gathered < 1.1
-    assert 0.95 < solving_bytes(layer, recipe, kind) / solved < 1.3
+    assert 0.9 < kind.gathering(layer, TOKENS, 4) / gathered < 1.5
+    assert 0.9 < kind.solving(layer, recipe) / solved < 1.5
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) == kind.parked_bytes(layer)
 
 
@@ -127,17 +99,6 @@ def test_steps_of_the_network_keep_the_input_of_every_block():
     one, many = (Sizes([Layer("a", (64, 32))], 10**4, 2, 512, 512, 0, hidden=64, blocks=count) for count in (1, 33))
     name = "steps of the network"
     assert peaks(many, recipe, False)[name] - peaks(one, recipe, False)[name] == 2 * 32 * 512 * 64
-
-
-def test_steps_of_the_network_move_weights_masters_and_masks():
-    work = Work([Shape(64, 32)] * 2, 4096, 10**5)
-    fit, rates = BlockFit(network_steps=10, network_lr=1e-3), Rates(1e30, 1e30, transfer=1.0)
-    assert network_seconds(work, fit, rates) == 10 * (2 * 10**5 + 19 * 2 * 64 * 32)
-
-
-def test_experts_behind_the_first_have_a_time_of_their_own():
-    work = Work([Shape(8, 8, expert=expert) for expert in (2, 3)], 100, 1000)
-    assert sum(phases(work, Recipe(), Rates(1e9, 1e9)).values()) > 0
 
 
 @pytest.mark.parametrize(("name", "expected", "block"), [("one-shot", 2, 0), ("fast", 6, 4), ("best", 14, 0)])

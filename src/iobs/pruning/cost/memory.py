@@ -1,0 +1,357 @@
+"""Peak memory of block-by-block pruning: the blocks in memory, the Grams of one layer, and what its solver declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from iobs.core.files import expanded
+from iobs.pruning.allocation.sensitivity import CURVE_TOKENS
+from iobs.pruning.calibration.gram import STRIPE, WIDE
+from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.cost.work import run_samples, solver_cost
+from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
+from iobs.pruning.forecast import Forecast
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.runtime.memory import resident
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.runtime.scratch import existing
+from iobs.pruning.samples import batches as data_batches
+from iobs.pruning.samples.batches import Batch
+
+_CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
+_MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
+_FIT_BYTES = 9  # per weight of a fit: two float32 moments, and an entry of the mask
+_COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
+_GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
+_STORED_MASTER = 4  # of a fitted weight in a checkpoint
+_SCORES = 6  # tensors (tokens, vocabulary), in the model's dtype or float32, of a divergence and its gradient
+_ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that the peak memory depends on.
+
+    Args:
+        layers: the layers to prune.
+        block: number of weights in the largest block.
+        itemsize: bytes per number in a forward pass.
+        tokens: most tokens of a forward pass, besides those of a reconstruction.
+        step_tokens: most tokens of a gradient step of a reconstruction, and of its forward passes.
+        vocabulary: number of outputs of the model per token.
+        biased: True if layers have biases.
+        score: bytes of one output of the model; None: as in a forward pass of the blocks.
+        hidden: width of the residual stream; 0: the least number of columns of a layer.
+        blocks: number of blocks.
+        reading: bytes that a block takes while it is read, besides those of its weights.
+        writing: the same while it is written.
+    """
+
+    layers: Sequence[Layer]
+    block: int
+    itemsize: int
+    tokens: int
+    step_tokens: int
+    vocabulary: int
+    biased: bool = False
+    score: int | None = None
+    hidden: int = 0
+    blocks: int = 1
+    reading: int = 0
+    writing: int = 0
+
+    @property
+    def width(self) -> int:
+        """Width of the residual stream."""
+        return self.hidden or min(layer.shape[1] for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Blocks and hidden states that are in memory or in files at once.
+
+    Args:
+        blocks: number of blocks with weights.
+        fitted: number of blocks whose parameters are fitted.
+        streams: number of hidden states per token, with the stored inputs of shortcuts.
+        masters: bytes per pruned weight that are kept for steps of the whole network.
+    """
+
+    blocks: int = 1
+    fitted: int = 0
+    streams: int = 2
+    masters: int = 0
+
+
+def held_blocks(recipe: Recipe) -> Held:
+    """The blocks and hidden states of a recipe: a dense block beside the pruned one, and the blocks of a window."""
+    fit = recipe.blocks
+    if fit is None:
+        return Held() if recipe.target == "layer" else Held(2, 0, 4)
+    if fit.network_steps:
+        return Held(fit.window + 1, fit.window, 7, _MASTER_BYTES)
+    return Held(fit.window + 1, fit.window, 6)
+
+
+@dataclass(frozen=True)
+class GramSizes:
+    """Sizes of the Grams of a layer.
+
+    Args:
+        parts: 2 if held-out samples have Grams of their own, otherwise 1.
+        pairs: a dense model runs beside the pruned one, so that there are three Grams instead of one.
+        width: columns of the residual stream; layers with this number of rows have moments of its drift. 0: no drift.
+        centred: a bias is refitted, so that Grams have a copy without means.
+        parked: finished Grams of wide layers are in mapped files.
+    """
+
+    parts: int
+    pairs: bool = False
+    width: int = 0
+    centred: bool = False
+    parked: bool = False
+
+    @classmethod
+    def of(cls, sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool) -> GramSizes:
+        """The Grams that a recipe needs; see `peaks`."""
+        width = sizes.width if recipe.target == "residual" else 0
+        return cls(1 + heldout, recipe.target != "layer", width, sizes.biased and recipe.refits_biases, parked)
+
+    def finished(self, layer: Layer) -> int:
+        """Bytes of the finished Grams of one part: all three with a dense model."""
+        return (4 if layer.shape[1] >= WIDE else 8) * (3 if self.pairs else 1) * layer.groups * layer.shape[1] ** 2
+
+    def drift(self, layer: Layer) -> int:
+        """Bytes of the moments of the drift in one part, or 0: two matrices of float64 (rows, columns)."""
+        return 16 * layer.weights if self.pairs and layer.shape[0] == self.width else 0
+
+    def parks(self, layer: Layer) -> bool:
+        """True if the finished Grams of a layer are in files."""
+        return self.parked and layer.shape[1] >= WIDE
+
+    def parked_bytes(self, layer: Layer) -> int:
+        """Bytes of the files of a layer's Grams."""
+        return self.parts * (self.finished(layer) + self.drift(layer)) if self.parks(layer) else 0
+
+    def gathering(self, layer: Layer, tokens: int, itemsize: int, forward: int = 0) -> int:
+        """Bytes while Grams are computed: sums in float64, the inputs of a batch, and the larger of two sizes.
+
+        One is the activations of a forward pass, `forward`; the other a float32 product. The Grams of held-out samples
+        come second, beside the finished ones of the others, unless these are in files.
+        """
+        rows, columns = layer.shape
+        drift = self.drift(layer)
+        sums = 8 * (3 if self.pairs else 1) * layer.groups * columns**2 + drift
+        before = (self.parts - 1) * (self.finished(layer) + drift) if not self.parks(layer) else 0
+        inputs = tokens * ((2 if self.pairs else 1) * columns + (rows if drift else 0))
+        copies = 4 * inputs if itemsize < 4 else 0
+        product = 4 * max(layer.groups * columns * min(STRIPE, columns), layer.weights if drift else 0)
+        return before + sums + itemsize * inputs + max(product + copies, forward)
+
+    def solving(self, layer: Layer, recipe: Recipe) -> int:
+        """Bytes of a solve: its Grams, the weights, the problem and the solver; or the regression, or the errors.
+
+        The Gram of dense inputs is gone by then. Grams in files take no memory, but copies without means do.
+        """
+        rows, columns = layer.shape[0] // layer.groups, layer.shape[1]
+        number, square, matrix = 4 if columns >= WIDE else 8, columns**2, rows * columns
+        copies = (0 if self.parks(layer) else 1) + self.centred
+        grams = self.finished(layer) * 2 // 3 if self.pairs else self.finished(layer)
+        kept = self.parts * copies * (grams + self.drift(layer) // 2) + (8 if self.pairs else 4) * matrix
+        regression = number * (2 * square + 8 * matrix) if self.pairs and self.parts > 1 else 0
+        problem = number * square + (16 if self.pairs else 4) * matrix
+        centre = 20 * square if self.pairs else 0  # the Hessian in float64 and its factor, beside the one in float32
+        solver = problem + max(centre, round(solver_cost(recipe.for_layer(layer.name), rows, columns).bytes))
+        errors = (12 if columns >= WIDE else 44) * matrix + 4 * square
+        return kept + max(regression, solver, errors)
+
+
+def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> dict[str, int]:
+    """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
+
+    Args:
+        sizes: of the model and the data.
+        recipe: how to prune.
+        heldout: samples are held out, which have Grams of their own; so have those that judge an allocation.
+        parked: finished Grams of wide layers are in mapped files.
+    """
+    fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
+    weights, widest = held.blocks * itemsize * sizes.block, max(layer.shape[1] for layer in layers)
+
+    def largest(grams: GramSizes, tokens: int) -> tuple[int, int]:
+        forward = itemsize * _ACTIVATIONS * tokens * widest
+        gathering = max(grams.gathering(layer, tokens, itemsize, forward) for layer in layers)
+        return weights + gathering, weights + max(grams.solving(layer, recipe) for layer in layers)
+
+    grams = GramSizes.of(sizes, recipe, heldout, parked)
+    gathering, solving = largest(grams, sizes.tokens if fit is None else sizes.step_tokens)
+    found = {"Grams": gathering, "solves": solving}
+    if sizes.reading or sizes.writing:
+        found |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
+    if as_allocation(recipe.allocation).criterion != "uniform":
+        # Other samples judge the solutions, which match the outputs of their own layer.
+        found["allocation"] = max(largest(GramSizes(2, parked=parked), min(sizes.tokens, CURVE_TOKENS)))
+    step = 2 * itemsize * _ACTIVATIONS * sizes.step_tokens * widest
+    scores = sizes.step_tokens * sizes.vocabulary
+    logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
+    if fit is not None:
+        # The fitted blocks without their dense weights, their parameters at the start, and gradients.
+        fitted = held.fitted * sizes.block
+        copied = _COPY_BYTES if itemsize < 4 else 0
+        kept = fitted * (_FIT_BYTES + copied + itemsize) + (held.blocks - 1) * itemsize * sizes.block
+        passes = itemsize * fitted + step + (logits if fit.last == "kl" else 0)
+        found["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
+    if fit is not None and fit.network_steps:
+        # The block with its masters and gradients, and the input of every block for one batch.
+        inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
+        found["steps of the network"] = (itemsize + 8) * sizes.block + inputs + step + logits
+    return found
+
+
+def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) -> int:
+    """Most bytes of all entries of a checkpoint: at the end of the last block, or of the steps of the network.
+
+    Every layer has its last projection, and every block its fit in a window. A block in work has its projections at
+    lower sparsity with the fits between them. The window before it stays until the window of the block is stored. Steps
+    of the network have two states while one is written, and then the last state and the result.
+
+    Args:
+        weights: number of pruned weights.
+        block: the same in the largest block.
+        itemsize: bytes of a weight in a forward pass.
+        recipe: how to prune.
+    """
+    fit = recipe.blocks
+    if fit is None:
+        return itemsize * weights
+    fitted = _STORED_MASTER * (fit.steps > 0 or fit.fits_levels)
+    network = _STORED_MASTER * (2 if fit.network_steps > STEPS_BETWEEN_SAVES else 1) if fit.network_steps else 0
+    levels = (fit.masks - 1) * (itemsize + _STORED_MASTER * (fit.between > 0))
+    in_work = (levels + fitted * (fit.window - 1)) * block
+    return (itemsize + fitted) * weights + max(in_work, network * weights)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The predicted cost of a run by blocks.
+
+    Attributes:
+        peak_bytes: peak anonymous resident memory; on a GPU peak allocated memory.
+        seconds: time of the run on this machine; 0 if it was not forecast.
+        model_bytes: size of the whole model.
+        spilled_bytes: size of the hidden states, fitted parameters and Grams that are kept in files.
+        layers: number of matrices to prune.
+        streams_bytes: size of the hidden states between blocks, and of the parameters that steps of the whole network
+            change.
+        grams_bytes: size of the Grams of wide layers that are kept in files.
+        streams: the place of the hidden states: "device", "memory" or "disk".
+        phases: seconds by phase.
+        checkpoint_bytes: largest size of a checkpoint, if there is one.
+        copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
+        peaks: peak memory of every phase that has a prediction; the largest of them is `peak_bytes`.
+    """
+
+    peak_bytes: int
+    seconds: float
+    model_bytes: int
+    spilled_bytes: int
+    layers: int
+    streams_bytes: int = 0
+    grams_bytes: int = 0
+    streams: str = "disk"
+    phases: dict[str, float] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
+    copied_bytes: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def placed(self, place: str, device: torch.device) -> Plan:
+        """The plan with the hidden states in a place."""
+        resident = place == "device" or (place == "memory" and device.type == "cpu")
+        streams = self.streams_bytes if resident else 0
+        return replace(
+            self,
+            streams=place,
+            peak_bytes=self.peak_bytes + streams,
+            peaks={phase: size + streams for phase, size in self.peaks.items()},
+            spilled_bytes=self.grams_bytes + (self.streams_bytes if place == "disk" else 0),
+        )
+
+    def timed(self, forecast: Forecast) -> Plan:
+        """The plan with the time of a forecast."""
+        return replace(self, seconds=forecast.seconds, phases=forecast.phases)
+
+    def left_of_checkpoint(self, folder: str | Path | None, place: Path) -> int:
+        """Bytes that a checkpoint will still take on the disk of `place`, beside the files that are there.
+
+        Args:
+            folder: of the checkpoint, or None.
+            place: a folder, which need not exist yet.
+        """
+        if folder is None or existing(folder).stat().st_dev != existing(place).stat().st_dev:
+            return 0
+        written = sum(entry.stat().st_size for entry in expanded(folder).glob("*") if entry.is_file())
+        return max(0, self.checkpoint_bytes - written)
+
+
+def plan(
+    sizes: Sizes,
+    recipe: Recipe,
+    holdout: float,
+    device: torch.device,
+    *,
+    tokens: Sequence[int],
+    steps: Sequence[int],
+    samples: int,
+    outside_bytes: int,
+    model_bytes: int,
+    parked: bool,
+) -> Plan:
+    """Predict the memory of block-by-block pruning.
+
+    Call it after the modules outside the blocks (embeddings, head) have been loaded.
+
+    Args:
+        sizes: of the model; its tokens are those of `tokens` and `steps`.
+        recipe: how to prune.
+        holdout: share of the samples that is held out.
+        device: of the computations.
+        tokens: number of positions of the hidden state, by batch.
+        steps: the same by batch of one gradient step; without a reconstruction those of `tokens`.
+        samples: number of samples.
+        outside_bytes: size of the weights that are dropped before the first block is loaded.
+        model_bytes: size of the weights of the whole model.
+        parked: finished Grams of wide layers are in mapped files.
+    """
+    present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    sizes = replace(sizes, tokens=max(tokens), step_tokens=max(steps))
+    ranks, held = current(), held_blocks(recipe)
+    hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
+    hidden = hidden * run_samples(recipe, sizes.layers, samples, holdout, ranks.size) // samples
+    grams = GramSizes.of(sizes, recipe, holdout > 0, parked)
+    shapes = {layer.shape: layer for layer in sizes.layers}
+    phases = {
+        phase: present - outside_bytes + size for phase, size in peaks(sizes, recipe, holdout > 0, parked).items()
+    }
+    phases = {"before the blocks": present, **phases}
+    weights = sum(layer.weights for layer in sizes.layers)
+    return Plan(
+        peak_bytes=max(phases.values()),
+        seconds=0.0,
+        model_bytes=model_bytes,
+        spilled_bytes=0,
+        layers=len(sizes.layers),
+        streams_bytes=held.streams * hidden + held.masters * weights,
+        grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
+        checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
+        peaks=phases,
+    )
+
+
+def token_count(batch: Batch) -> int:
+    """Number of positions of a batch."""
+    return max(tensor.shape[:2].numel() for tensor in data_batches.tensors(batch))

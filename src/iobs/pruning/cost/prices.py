@@ -1,0 +1,296 @@
+"""Prices of the work of a run on this machine, measured with the real model, layers and solver.
+
+The model runs on a few samples; a model whose blocks are in memory one at a time runs one block of each kind. The
+solver of the run solves one layer on made-up inputs. All of it takes a few percent of a run, however deep the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from iobs.core.column_groups import Groups
+from iobs.core.grids import Budget
+from iobs.core.modes import full_precision
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.errors import PatternError
+from iobs.pruning.calibration.blocks import Block, hidden_of
+from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
+from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.cost.inputs import ObservedInput, observing_inputs
+from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
+from iobs.pruning.descent.batches import in_steps
+from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Store
+from iobs.pruning.structure.units_of_layers import ChosenGroups
+
+UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
+_SHARE = 0.02  # of the operations of all solves that the trial of one may take
+_SIDE, _SIDE_ON_GPU = 1024, 4096  # most rows and columns of a trial; a GPU mostly waits during smaller ones
+_SMALL = 8, 128  # most rows and columns of a layer whose solve takes hardly any operations
+_STRONG = 64  # directions of the made-up inputs that are stronger than the others
+_TOKENS = 1024  # most inputs of a Gram that is timed
+_ENTRIES = 2**22  # of a sum that is timed
+_CALLS, _MOST_CALLS, _ENOUGH = 3, 20, 0.3  # calls, and seconds of enough of them; the fastest counts
+
+
+def measure(
+    store: Store,
+    recipe: Recipe,
+    patterns: Mapping[Layer, Pattern],
+    chain: list[Block],
+    data: Samples,
+    held_out: float,
+    fit: Samples | None = None,
+) -> tuple[Work, Prices]:
+    """Measure the sizes of a run and the prices of its work, on the first calibration samples.
+
+    Args:
+        store: of the dense model, in eval mode.
+        recipe: how to prune.
+        patterns: of the layers to prune.
+        chain: blocks along which the model can be run, possibly none.
+        data: all samples.
+        held_out: share of the samples that is held out.
+        fit: samples of the fine-tuning, if there is any.
+    """
+    layers, blocks = [*patterns], recipe.blocks or BlockFit()
+    steps = in_steps(store.model, data, blocks).batches
+    batch = steps[0]
+    positions, count = sum(map(_positions, data.batches)), _positions(batch)
+    with torch.no_grad(), full_precision():
+        passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
+        config = getattr(store.model, "config", None)
+        vocabulary, width = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
+        work = Work(
+            layers,
+            samples=data.samples,
+            positions=positions,
+            held_out=held_out,
+            blocks=len(chain),
+            step=sum(map(_positions, steps)) / len(steps),
+            inputs=passes.inputs(layers, count),
+            model_bytes=sum(value.nbytes for _, value in store.state()),
+            head=0 if store.whole else vocabulary * width,
+            whole=store.whole,
+            fit=fit,
+            ranks=current().size,
+        )
+        prices = _prices_of_solves(work, recipe, patterns, store.device)
+    byte = passes.bringing / work.model_bytes
+    return work, replace(prices, forward=passes.seconds / count, byte=byte)
+
+
+def _positions(batch: Batch) -> int:
+    return batches.size(batch) * batches.positions(batch)
+
+
+def timed(call: Callable[[], object], device: torch.device, most: int = _CALLS) -> float:
+    """Seconds of the fastest of a few calls; of at most `most` as long as they take little time."""
+    times: list[float] = []
+    while len(times) < _CALLS or (len(times) < most and sum(times) < _ENOUGH):
+        began = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+@dataclass
+class Passes:
+    """Forward passes of one batch.
+
+    Attributes:
+        seconds: of a pass through all blocks, or through the whole model if it is in memory.
+        bringing: seconds to bring all blocks to the device.
+        observed: inputs of the layers, by path of the module.
+    """
+
+    seconds: float = 0.0
+    bringing: float = 0.0
+    observed: dict[str, ObservedInput] = field(default_factory=dict)
+
+    def inputs(self, layers: Sequence[Layer], positions: int) -> dict[str, LayerInput]:
+        """The inputs of the layers that were reached, by name; `positions` is the number of positions of the batch."""
+        reached = [layer for layer in layers if layer.path in self.observed]
+        groups = [self.observed[layer.path].group for layer in reached]
+        experts = max((layer.expert + 1 for layer in layers if layer.expert is not None), default=1)
+        inputs = {}
+        for layer, group in zip(reached, groups, strict=True):
+            entry = self.observed[layer.path]
+            rows = entry.rows / positions
+            if layer.expert is None:
+                inputs[layer.name] = LayerInput(rows, groups.count(group), entry.unfolded)
+            else:  # a token goes to about two experts
+                inputs[layer.name] = LayerInput(rows * min(1.0, 2 / experts))
+        return inputs
+
+
+def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
+    """A pass of the whole model."""
+    with observing_inputs(store.model, layers, POSITIONS) as observed:
+        batches.forward(store.model, batch)
+    seconds = timed(lambda: batches.forward(store.model, batch), store.device, _MOST_CALLS)
+    return Passes(seconds, 0.0, observed)
+
+
+def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> Passes:
+    """A pass of one block of each kind, which stands for the others; all blocks run if they change the shape."""
+    dtype = store.arithmetic
+    stream = Stream(
+        store.model, [batch], chain, keep=lambda index, hidden: hidden if dtype is None else hidden.to(dtype)
+    )
+    stream.advance(BEFORE)
+    if dtype is not None:
+        stream.cast_arguments(dtype)
+    shapes = [(name, tuple(value.shape)) for name, value in store.model.named_parameters()]
+    images = stream.hidden[0].ndim == 4
+    total, first = Passes(), {}
+    for stage, block in enumerate(chain):
+        held = [(name, shape) for name, shape in shapes if block.holds(name)]
+        kind = tuple((name.removeprefix(block.path), shape) for name, shape in held)
+        own = [layer for layer in layers if block.holds(layer.path)]
+        if images or kind not in first:
+            bringing = timed_once(partial(store.enter, stage), store.device)
+            with observing_inputs(store.model, own, POSITIONS) as observed:
+                hidden = hidden_of(stream.run(stage, 0))
+            seconds = timed(partial(stream.run, stage, 0), store.device)
+            store.release(stage)
+            first[kind] = block, seconds, bringing, observed
+            assert hidden is not None
+            stream.hidden[0] = hidden
+        alike, seconds, bringing, observed = first[kind]
+        total.seconds, total.bringing = total.seconds + seconds, total.bringing + bringing
+        for path, entry in observed.items():
+            place = block.path + path.removeprefix(alike.path)
+            total.observed[place] = replace(entry, group=(stage, entry.group))
+    return total
+
+
+# ---- solves
+def _prices_of_solves(work: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], device: torch.device) -> Prices:
+    """Prices of Grams, solves and updates, from one solve on made-up inputs."""
+    pairs, held_out = recipe.target != "layer", work.held_out > 0
+    one = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
+
+    def operations(shape: tuple[int, int], name: str, readers: float = 1.0) -> float:
+        return Solves(recipe.for_layer(name), one, pairs, held_out).seconds(Layer(name, shape), readers)
+
+    total = sum(operations(layer.shape, layer.name) for layer in work.layers)
+    side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU
+    shapes = {}
+    for layer in work.layers:
+        if isinstance(patterns[layer], Groups):
+            shapes[layer] = layer.shape
+        else:
+            shapes[layer] = min(side, layer.shape[0] // layer.groups), min(side, layer.shape[1])
+    takes = {layer: operations(shape, layer.name) for layer, shape in shapes.items()}
+    few = [layer for layer in work.layers if takes[layer] <= _SHARE * total]
+    layer = max(few, key=takes.__getitem__) if few else min(work.layers, key=takes.__getitem__)
+    small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in work.layers))
+    trials = [
+        Trial(shape, _pattern_of_trial(patterns[layer], shape), recipe.for_layer(layer.name), held_out, device)
+        for shape in (small_shape, shapes[layer])
+    ]
+    small = timed(trials[0].solve, device)  # the first call may compile kernels
+    large = timed_once(trials[1].solve, device)
+    solve = max(large - small, 0.1 * large) / takes[layer]
+    entries, part = (torch.zeros(_ENTRIES, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32))
+    byte = timed(lambda: entries.add_(part), device) / (20 * _ENTRIES)  # float32 read, float64 read and written
+    gram = _price_of_grams(work, side, pairs, device)
+    return Prices(0.0, gram, solve, 2 * solve, small, solve, update=UPDATE_BYTES * byte)
+
+
+def _price_of_grams(work: Work, side: int, pairs: bool, device: torch.device) -> float:
+    """Seconds of an operation in the Gram of the layer with the largest one, on the inputs of one step."""
+    sizes = {
+        layer: (round(work.step * work.inputs[layer.name].rows), min(side, layer.shape[1]))
+        for layer in work.layers
+        if layer.name in work.inputs
+    }
+    if not sizes:
+        return 0.0
+    layer = max(sizes, key=lambda layer: sizes[layer][0] * sizes[layer][1] ** 2)
+    count, columns = max(1, min(_TOKENS, sizes[layer][0])), sizes[layer][1]
+    rows = torch.randn(1, count, columns, generator=torch.Generator().manual_seed(0)).to(device)
+    gram = Gram.empty(Layer("trial", (1, columns)), device, with_dense=pairs)
+    seconds = timed(lambda: gram.add(rows, rows if pairs else None), device)
+    return seconds / (2.0 * rows.numel() * columns * (3 if pairs else 1))
+
+
+def timed_once(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    call()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
+    """The pattern of a layer if it fits a shape; units, and bits under a budget, are chosen before the solves."""
+    if isinstance(pattern, Groups):
+        index = pattern.index
+        if isinstance(index, int) or len(index) != shape[1]:
+            index = tuple(range(shape[1]))
+        kept = tuple(range((max(index) + 2) // 2))
+        return ChosenGroups(index, keep=len(kept), chosen=kept)
+    if isinstance(pattern, Budget):
+        return pattern.choice(4, shape[0] * shape[1] // 2, shape)
+    try:
+        pattern.groups(shape)
+    except PatternError:
+        return Unstructured(0.5)
+    return pattern
+
+
+class Trial:
+    """The solve of one layer with made-up weights and inputs, and its errors.
+
+    Args:
+        shape: rows and columns.
+        pattern: of the layer.
+        recipe: how to prune.
+        held_out: held-out samples have a Gram of their own.
+        device: of the computations.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], pattern: Pattern, recipe: Recipe, held_out: bool, device: torch.device
+    ) -> None:
+        self._random, self._device = torch.Generator().manual_seed(0), device
+        weight = self._draw(*shape)
+        target = weight + 0.01 * self._draw(*shape) if recipe.target != "layer" else None
+        self._task = Task(Layer("trial", shape), pattern, weight, target, recipe)
+        grams = [self._gram(shape[1], target is not None) for _ in range(2 if held_out else 1)]
+        self._statistics = Statistics(grams[0], grams[1] if held_out else None)
+
+    def _draw(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=self._random).to(self._device)
+
+    def _gram(self, columns: int, pairs: bool) -> Gram:
+        """A Gram with a few strong directions, as inputs of real layers have."""
+        strong = self._draw(_STRONG, columns)
+        own = strong.T @ strong / _STRONG + torch.eye(columns, device=self._device)
+        own = own[None] if columns >= WIDE else own.double()[None]
+        return Gram(own, own.clone() if pairs else None, own.clone() if pairs else None, count=columns)
+
+    def solve(self) -> None:
+        """Solve the layer and measure its errors."""
+        task, statistics = self._task, self._statistics
+        weight = torch.cat([solution.weight for solution in solve_layer(task, statistics)])
+        for gram in (statistics.calibration, statistics.heldout):
+            if gram is not None:
+                relative_output_error(gram, weight, task.current if task.target is None else task.target)

@@ -1,0 +1,435 @@
+"""Forecast of a run: how often it does each piece of its work, times the price of the piece.
+
+The counts come from the recipe and from the sizes of the model and the data. The prices are measured on this machine
+(`prices.measure`), or follow from the stated rates of another one (`machines.need`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.pruning.allocation.counts import under_pattern
+from iobs.pruning.allocation.kin import measured_shares
+from iobs.pruning.allocation.measurements import row_step
+from iobs.pruning.allocation.sensitivity import (
+    CURVE_LEVELS,
+    CURVE_TOKENS,
+    ENOUGH_OUTPUTS,
+    PROBE,
+    PROBE_TOKENS,
+    can_keep_grams,
+    damage_passes,
+    evaluation_share,
+)
+from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.decisions.learning_rate import candidates
+from iobs.pruning.descent.batches import samples_of_step
+from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
+from iobs.pruning.forecast import Forecast, Part
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Decisions
+from iobs.solvers.admm import ADMM
+from iobs.solvers.families import REFINEMENTS, SOLVERS
+from iobs.solvers.protocols import SolveCost, declared_cost
+
+# Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
+STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
+_NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
+_GROUP = 0.25  # of a block: the rest of it, which a group of layers with one input runs
+_TRIAL = 0.6  # a trial of one layer: the blocks behind it
+_SAMPLED = 3.0  # a window that is sampled token by token
+_GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
+_UNFOLDED = 250  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
+_TRIED = 3  # points of a curve that are tried in the network, so that all rows are solved for
+_TRIAL_SAMPLES = 32  # of such a trial through one block
+_DAY = 24 * 3600  # seconds of solves that deserve a warning
+_MASTER_BYTES = 19  # of a weight in a step of the whole network: masters and masks, there and back
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """The input of a layer.
+
+    Args:
+        rows: rows of the input for a position of the data: 1 for text, the output's positions for a convolution.
+        readers: number of the layers that read it, such as 3 for q, k and v.
+        unfolded: it is the unfolded input of a convolution.
+    """
+
+    rows: float = 1.0
+    readers: float = 1.0
+    unfolded: bool = False
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of the pieces of the work on one machine.
+
+    Args:
+        forward: of a position of the data in a forward pass.
+        gram: of an operation in the products of layer inputs.
+        solve: of an operation of a solve in float32.
+        double: of an operation of a solve in float64.
+        layer: of a solve besides its operations.
+        loop: of an operation in loops over single entries; the default is that of float64 on all cores of a large CPU.
+        update: of one weight in the update of an optimizer, besides the passes of the step.
+        byte: of a byte of a block that is brought to the device; 0 if the model is there.
+    """
+
+    forward: float
+    gram: float
+    solve: float
+    double: float
+    layer: float = 0.0
+    loop: float = 2e-11
+    update: float = 0.0
+    byte: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes that the time of a run depends on.
+
+    Args:
+        layers: the layers to prune.
+        samples: number of calibration samples, including held-out ones.
+        positions: of all these samples: tokens of text, otherwise usually one of each sample.
+        held_out: share of the samples that is held out.
+        blocks: number of blocks along which the model is run; 0 if it is run whole.
+        step: positions of a gradient step on one rank.
+        inputs: of the layers, by name; layers that are missing get no input.
+        model_bytes: size of all weights.
+        head: number of weights behind the blocks that a step of the network runs too, if `forward` is without them.
+        whole: the whole model is in memory.
+        fit: calibration samples, if there may be fine-tuning.
+        ranks: number of processes that share the samples and the rows of layers.
+    """
+
+    layers: Sequence[Layer]
+    samples: int
+    positions: int
+    held_out: float
+    blocks: int
+    step: float
+    inputs: Mapping[str, LayerInput]
+    model_bytes: int = 0
+    head: int = 0
+    whole: bool = False
+    fit: Samples | None = None
+    ranks: int = 1
+
+    @property
+    def length(self) -> float:
+        """Positions of a sample."""
+        return self.positions / self.samples
+
+    @property
+    def steps(self) -> int:
+        """Gradient steps in a pass over the calibration samples."""
+        return max(1, math.ceil(self.positions * (1 - self.held_out) / self.step / self.ranks))
+
+    @property
+    def weights(self) -> int:
+        """Number of weights in the layers."""
+        return sum(layer.weights for layer in self.layers)
+
+    @property
+    def groups(self) -> float:
+        """Number of groups of layers with one input; the experts in one parameter are one group."""
+        stacks = {layer.key for layer in self.layers if layer.expert is not None and layer.name in self.inputs}
+        single = [layer.name for layer in self.layers if layer.expert is None]
+        return len(stacks) + sum(1 / self.inputs[name].readers for name in single if name in self.inputs)
+
+    def swept(self, recipe: Recipe) -> Work:
+        """The work with the samples that are run."""
+        few = run_samples(recipe, self.layers, self.samples, self.held_out, self.ranks)
+        return replace(self, samples=few, positions=round(few * self.length))
+
+
+def run_samples(recipe: Recipe, layers: Sequence[Layer], samples: int, held_out: float, ranks: int) -> int:
+    """The number of samples that are run: a few if the result depends on no data; experts need all."""
+    if not recipe.reads_weights_only or ranks > 1 or any(layer.expert is not None for layer in layers):
+        return samples
+    return min(samples, SHOWN_SAMPLES * (2 if held_out else 1))
+
+
+def inputs_by_width(layers: Sequence[Layer], blocks: int) -> dict[str, LayerInput]:
+    """The inputs of layers of a language model that is not here: at most three of one width in every block.
+
+    These are the inputs of the attention, of its output, and of the perceptron. An expert gets two tokens of each of
+    its kind.
+    """
+    widths = [layer.shape[1] for layer in layers]
+    counts = {columns: widths.count(columns) for columns in set(widths)}
+    experts = max((layer.expert + 1 for layer in layers if layer.expert is not None), default=0)
+
+    def entry(layer: Layer) -> LayerInput:
+        if layer.expert is not None:
+            return LayerInput(min(1.0, 2 / experts))
+        count = counts[layer.shape[1]]
+        return LayerInput(readers=count / (blocks * min(3, max(1, count // blocks))))
+
+    return {layer.name: entry(layer) for layer in layers}
+
+
+def solver_cost(recipe: Recipe, rows: int, columns: int) -> SolveCost:
+    """The declared cost of the solver and of the refinement of a recipe, for a matrix."""
+    solver, refine = (
+        table[choice]() if isinstance(choice, str) and choice in table else choice
+        for table, choice in ((SOLVERS, recipe.solver), (REFINEMENTS, recipe.refine))
+    )
+    cost = declared_cost(solver, rows, columns)
+    if refine is None:
+        return cost
+    more = declared_cost(refine, rows, columns)
+    return SolveCost(cost.operations + more.operations, max(cost.bytes, more.bytes), cost.loops + more.loops)
+
+
+@dataclass(frozen=True)
+class Solves:
+    """Solves of layers with one recipe.
+
+    Args:
+        recipe: solver and refinement.
+        prices: of a machine.
+        pairs: a dense model runs beside the pruned one.
+        held_out: held-out samples have Grams of their own.
+        ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
+    """
+
+    recipe: Recipe
+    prices: Prices
+    pairs: bool = False
+    held_out: bool = False
+    ranks: int = 1
+
+    def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
+        """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
+        cost = solver_cost(self.recipe, max(1, round(rows)), columns)
+        product, cube = 2.0 * rows * columns**2, columns**3 / 3
+        in_gram = product * ((4 if self.pairs else 2) + (2 if self.held_out else 0))
+        if self.pairs and self.held_out:
+            in_gram += 4 * (cube + 2 * product)  # ridge regressions of the drift, of which about four are tried
+        centre = cube + product if self.pairs else 0.0
+        if columns >= WIDE:
+            return cost.operations + in_gram, centre, cost.loops
+        return cost.operations, in_gram + centre, cost.loops
+
+    def seconds(self, layer: Layer, readers: float = 1.0, rows: float | None = None) -> float:
+        """Time of a layer, whose factorisations serve all readers of its input; `rows` of it alone."""
+        rows = layer.shape[0] / layer.groups if rows is None else rows
+        prices, divided = self.prices, solves_by_rows(self.recipe)
+        single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
+        together = single * prices.solve + double * prices.double + loops * prices.loop
+        seconds = prices.layer + layer.groups * together / readers
+        return seconds if divided else seconds / max(1.0, min(self.ranks, readers))
+
+
+def warning_of_days(layers: Iterable[Layer], recipe: Recipe) -> str | None:
+    """A warning before a run whose solves take days in loops over single entries; None for other runs."""
+    loops = sum(solver_cost(recipe.for_layer(layer.name), *layer.shape).loops for layer in layers)
+    days = loops * Prices.loop / current().size / _DAY
+    if days < 1:
+        return None
+    return (
+        f"Warning: the solves take rows x columns^3 operations, at least {days:.0f} days for these layers. "
+        "Take --solver admm with --set solver.budget=best in place of obc and of refine=swap, or fewer layers."
+    )
+
+
+def forecast(
+    work: Work,
+    prices: Prices,
+    recipe: Recipe,
+    decided: Decisions,
+    pattern: Pattern | None = None,
+    sampled: int = 0,
+) -> Forecast:
+    """Forecast the work of a whole run.
+
+    Args:
+        work: sizes of the model and the data.
+        prices: of the machine.
+        recipe: how to prune.
+        decided: rounds and gradient steps, as far as they are decided.
+        pattern: of the run, which decides how sparsity is allocated; None: zeros anywhere.
+        sampled: number of windows of text that are sampled from the dense model.
+    """
+    if recipe.network_solver is not None:
+        return Forecast(())
+    work = work.swept(recipe)
+    fit = decided.blocks.within(work.steps) if decided.blocks is not None and work.blocks else None
+    rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
+    shared, by_layer = _layers(work, prices, recipe, fit)
+    count = len(work.layers)
+    phases = {name: seconds / count for name, seconds in shared.items() if seconds}
+    for name in ("Grams", "solves"):
+        phases[name] = sum(entry[name] for entry in by_layer.values()) / count
+    mean, rest = sum(phases.values()), sum(shared.values()) / count
+    weights = {name: (rest + sum(entry.values())) / mean for name, entry in by_layer.items()}
+    parts = (
+        *_allocation(work, prices, recipe, pattern or Unstructured(0.5), fit),
+        *_block_rates(work, prices, fit),
+        Part("layers", rounds * count, mean, phases=phases),
+        *_network_steps(work, prices, fit),
+        *_fine_tuning(work, prices, decided, rounds),
+    )
+    if sampled:
+        seconds = _SAMPLED * prices.forward * work.length
+        parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
+    return Forecast(parts, weights)
+
+
+def _one_pass(work: Work, prices: Prices) -> float:
+    """Seconds of a forward pass of all samples, on one rank."""
+    return prices.forward * work.positions / work.ranks
+
+
+def _passes_of_groups(work: Work, prices: Prices) -> float:
+    """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
+
+    Along a chain a group runs the rest of its own block, from the layers that were pruned last. Otherwise it runs half
+    of the whole model.
+    """
+    if not work.blocks:
+        return (1 + work.groups / 2) * _one_pass(work, prices)
+    calls = work.positions / work.step / work.ranks
+    return work.groups * (_GROUP * _one_pass(work, prices) / work.blocks + _GROUP_CALL * calls)
+
+
+def _gram_seconds(work: Work, prices: Prices, layer: Layer, products: int, positions: float) -> float:
+    """Seconds of the Grams of a layer, its share of those of all readers of its input."""
+    entry = work.inputs.get(layer.name)
+    if entry is None:
+        return 0.0
+    columns = layer.shape[1]
+    width = layer.groups * columns * (columns + (_UNFOLDED if entry.unfolded else 0))
+    return 2.0 * prices.gram * products * positions / work.ranks * entry.rows * width / entry.readers
+
+
+def _layers(
+    work: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Seconds of one round: by phase for all layers together, and by name and phase for single layers."""
+    pairs = recipe.target != "layer"
+    streams = 2 if pairs or recipe.inputs == "dense" else 1
+    masks = 1 if fit is None else fit.masks  # projections, of which the first alone compares with the dense model
+    one_pass = _one_pass(work, prices)
+    shared = {
+        "reading and writing": (streams + 1) * work.model_bytes * prices.byte,
+        "forward passes": (streams + masks - 1) * _passes_of_groups(work, prices) + (0 if fit else streams) * one_pass,
+    }
+    if fit is not None:
+        taken = fit.window * fit.steps + (fit.masks - 1) * fit.between
+        judged = 2 * (fit.window + masks - 1) * (work.held_out or 1.0)
+        step = STEP_PASSES * prices.forward * work.step + prices.update * work.weights
+        shared["steps of blocks"] = taken * step + judged * one_pass
+        shared["forward passes"] += (fit.window - 0.5) * one_pass
+        shared["outputs of dense blocks"] = one_pass
+    by_layer = {}
+    for layer in work.layers:
+        own = recipe.for_layer(layer.name)
+        readers = work.inputs.get(layer.name, LayerInput()).readers
+        first, later = (
+            Solves(own, prices, compares, work.held_out > 0, work.ranks).seconds(layer, readers)
+            for compares in (pairs, False)
+        )
+        products = (2 * streams - 1) + masks - 1
+        by_layer[layer.name] = {
+            "Grams": _gram_seconds(work, prices, layer, products, work.positions),
+            "solves": first + (masks - 1) * later,
+        }
+    return shared, by_layer
+
+
+def _allocation(work: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
+    """The error curves of all layers, with their trials, and the search."""
+    allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    criterion = "block" if allocation.criterion == "auto" and not work.whole else allocation.criterion
+    if criterion == "uniform":
+        return []
+    calibration = work.samples * (1 - work.held_out)
+    judges = int(evaluation_share(work.held_out) * calibration)
+    probe = max(1, min(PROBE, int(PROBE_TOKENS / work.length), judges))
+    shares = measured_shares(work.layers, work.blocks if criterion == "block" else 0)
+    by_damage = allocation.by_damage or criterion == "auto"
+    if criterion == "block":
+        trials = _TRIED * sum(shares) / max(1, work.blocks) * min(_TRIAL_SAMPLES, judges) / work.ranks
+    else:
+        trials = _TRIAL * damage_passes(len(work.layers), probe, round(calibration)) if by_damage else float(PROBE)
+    fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+    whole_rows = _TRIED if by_damage or criterion == "block" else 0
+    tokens = min(work.positions, CURVE_TOKENS)
+    solves, grams = [], 0.0
+    for layer, share in zip(work.layers, shares, strict=True):
+        solve, rows = Solves(fast.for_layer(layer.name), prices), layer.shape[0] / layer.groups
+        few = solve.seconds(layer, rows=rows / row_step(layer.shape[0], layer.groups))
+        points = whole_rows * solve.seconds(layer) + (CURVE_LEVELS - whole_rows) * few
+        solves.append(share * points / min(work.ranks, CURVE_LEVELS))
+        grams += share * _gram_seconds(work, prices, layer, 1, tokens)
+    passes = (_passes_of_groups(work, prices) + _one_pass(work, prices)) * tokens / work.positions
+    curves = sum(solves) + grams + passes + trials * prices.forward * work.length
+    mean = curves / len(work.layers)
+    parts = [Part("error curves of layers", len(work.layers), mean, once=True, phases={"allocation": mean})]
+    searched = criterion == "evolve" or (
+        criterion == "auto"
+        and not (fit and fit.network_steps)
+        and can_keep_grams(tuple(work.layers))
+        and probe * work.length >= ENOUGH_OUTPUTS
+    )
+    if searched and allocation.generations:
+        move = 2 * sum(solves) / CURVE_LEVELS / len(work.layers) + probe * prices.forward * work.length
+        search = "moves of weights between layers"
+        parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
+    return parts
+
+
+def _block_rates(work: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
+    """The trials of the rate of block reconstruction, on the first window."""
+    if fit is None or fit.lr != "auto" or not fit.steps:
+        return []
+    window = min(1.0, fit.window / work.blocks)
+    step = STEP_PASSES * prices.forward * work.step + prices.update * work.weights
+    trials = block_trials(fit)
+    trial = window * (trials.steps * step + (work.held_out or 1.0) * _one_pass(work, prices))
+    return [Part(trials.name, len(trials.rates), trial, once=True, phases={"steps of blocks": trial})]
+
+
+def _network_steps(work: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
+    """The steps of the whole network, block by block, and the trials of their rate."""
+    if fit is None or not fit.network_steps:
+        return []
+    step = _NETWORK_STEP * prices.forward * work.step * (1 + work.head / work.weights) + prices.update * work.weights
+    step += prices.byte * (2 * work.model_bytes + _MASTER_BYTES * work.weights)
+    phase = "steps of the network"
+    parts = [Part("steps of the whole network", fit.network_steps, step, phases={phase: step})]
+    if fit.network_lr == "auto":
+        trials = network_trials(fit)
+        trial = trials.steps * step
+        parts.insert(0, Part(trials.name, len(trials.rates), trial, once=True, phases={phase: trial}))
+    return parts
+
+
+def _fine_tuning(work: Work, prices: Prices, decided: Decisions, rounds: int) -> list[Part]:
+    """The trials of learning rates, the steps between rounds, and the fine-tuning after the last round."""
+    if work.fit is None:
+        return []
+    fit, sample, parts = work.fit, STEP_PASSES * prices.forward * work.length, []
+    between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
+    tuned = [step for step in (after, between) if step is not None and step.lr == "auto"]
+    if tuned:
+        longest = max(tuned, key=most_trial_steps)
+        parts.append(Part("trial", most_trial_steps(longest), sample * samples_of_step(longest, fit), once=True))
+    if between is not None:
+        parts.append(Part("steps", (rounds - 1) * between.steps, sample * samples_of_step(between, fit)))
+    if after is not None:
+        steps = sum(step.steps for step in candidates(decided))
+        parts.append(Part("fine-tuning", steps, sample * samples_of_step(after, fit)))
+    return parts
