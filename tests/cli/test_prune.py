@@ -209,7 +209,11 @@ def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
     text = run("prune", "--dry-run", *SMALL).output
     assert "model.layers.0.mlp.up_proj" in text
     assert "left dense" in text
+    assert "Predicted time: " in text
     assert not [*tmp_path.iterdir()]
+    shown = json.loads(run("prune", "--dry-run", "--json", *SMALL).stdout)
+    assert sum(shown["phases"].values()) == pytest.approx(shown["seconds"])
+    assert shown["phases"]["solves"] > 0
 
 
 @pytest.mark.usefixtures("small_embedded")

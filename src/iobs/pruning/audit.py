@@ -105,7 +105,7 @@ def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Coll
 
 
 def _require_known(names: Collection[str] | None, rows: Sequence[AuditRow]) -> None:
-    """Check that every name is that of a matrix: a layer that is not found would count as checked."""
+    """Raise LayerSelectionError unless every name is that of a matrix: an unknown layer would count as checked."""
     found = [row.name for row in rows]
     if unknown := [name for name in names or () if name not in found]:
         raise LayerSelectionError(f"layers={unknown} are names of no matrix; the matrices are {listed(found, 5)}.")
@@ -130,7 +130,7 @@ def _lies_on(matrix: Tensor, grid: Grid) -> bool:
 
 
 def _is_pruned(row: AuditRow, matrix: Tensor, pattern: Pattern) -> bool:
-    """Check that a layer was pruned: it has more zeros than dense layers have, or lies on a grid without zeros."""
+    """True if a layer was pruned: it has more zeros than dense layers have, or lies on a grid without zeros."""
     if isinstance(pattern, Grid):
         return _lies_on(matrix, pattern)
     try:
@@ -145,7 +145,7 @@ def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:
 
 
 def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
-    """Check that a matrix (rows, columns) has the zeros that a pattern asks for.
+    """Raise AuditError unless a matrix (rows, columns) has the zeros that a pattern asks for.
 
     Raises:
         AuditError: it has fewer, and the message names the layer and both counts; or a weight is not on the grid.
@@ -180,7 +180,7 @@ def _check_columns(name: str, matrix: Tensor, pattern: Groups) -> None:
 
 
 def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
-    """Check that layers after an allocation have the zeros that a pattern asks for, in total.
+    """Raise AuditError unless layers after an allocation have the zeros that a pattern asks for, in total.
 
     Raises:
         AuditError: they have fewer; names both counts.
@@ -240,7 +240,7 @@ def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def audit_layers(
     model: nn.Module, patterns: Mapping[Layer, Pattern], dtype_of: Callable[[Layer], torch.dtype] | None = None
 ) -> list[AuditRow]:
-    """Check every pruned layer of a model against its pattern.
+    """Raise AuditError unless every pruned layer of a model has its pattern; returns their rows.
 
     Args:
         model: the model.
@@ -263,7 +263,7 @@ def audit_layers(
 
 
 def require_promised(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
-    """Check that files have at least the zeros that a report counted.
+    """Raise AuditError unless files have at least the zeros that a report counted.
 
     Layers are compared by name. Layers with another name in the files (experts in one tensor, tied heads) are compared
     by their total.

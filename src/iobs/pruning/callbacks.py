@@ -97,8 +97,8 @@ class LoggingCallback(Callback):
 
 def _to_all(name: str) -> Callable[..., None]:
     def call(self: Callbacks, *arguments: object) -> None:
-        for one in self.callbacks:
-            getattr(one, name)(*arguments)
+        for callback in self.callbacks:
+            getattr(callback, name)(*arguments)
 
     return call
 
@@ -119,8 +119,8 @@ class Callbacks(Callback):
     def on_note(self, text: str) -> None:
         """Keep the note and pass it on."""
         self.notes.append(text)
-        for one in self.callbacks:
-            one.on_note(text)
+        for callback in self.callbacks:
+            callback.on_note(text)
 
     def warn(self, text: str) -> None:
         """Keep a note on the coverage of the model that is also a warning."""
@@ -131,8 +131,8 @@ class Callbacks(Callback):
 
     @property
     def wants_forecast(self) -> bool:
-        """Check that a callback listens to forecasts, which take a few forward passes."""
-        return any(type(one).on_forecast is not Callback.on_forecast for one in self.callbacks)
+        """True if a callback listens to forecasts, which take a few forward passes."""
+        return any(type(callback).on_forecast is not Callback.on_forecast for callback in self.callbacks)
 
     on_start = _to_all("on_start")
     on_forecast = _to_all("on_forecast")

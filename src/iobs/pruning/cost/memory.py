@@ -190,12 +190,12 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
 
     grams = GramSizes.of(sizes, recipe, heldout, parked)
     gathering, solving = largest(grams, sizes.tokens if fit is None else sizes.step_tokens)
-    found = {"Grams": gathering, "solves": solving}
+    predicted = {"Grams": gathering, "solves": solving}
     if sizes.reading or sizes.writing:
-        found |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
+        predicted |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
     if as_allocation(recipe.allocation).criterion != "uniform":
         # Other samples judge the solutions, which match the outputs of their own layer.
-        found["allocation"] = max(largest(GramSizes(2, parked=parked), min(sizes.tokens, CURVE_TOKENS)))
+        predicted["allocation"] = max(largest(GramSizes(2, parked=parked), min(sizes.tokens, CURVE_TOKENS)))
     step = 2 * itemsize * _ACTIVATIONS * sizes.step_tokens * widest
     scores = sizes.step_tokens * sizes.vocabulary
     logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
@@ -205,12 +205,12 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
         copied = _COPY_BYTES if itemsize < 4 else 0
         kept = fitted * (_FIT_BYTES + copied + itemsize) + (held.blocks - 1) * itemsize * sizes.block
         passes = itemsize * fitted + step + (logits if fit.last == "kl" else 0)
-        found["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
+        predicted["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
     if fit is not None and fit.network_steps:
         # The block with its masters and gradients, and the input of every block for one batch.
         inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
-        found["steps of the network"] = (itemsize + 8) * sizes.block + inputs + step + logits
-    return found
+        predicted["steps of the network"] = (itemsize + 8) * sizes.block + inputs + step + logits
+    return predicted
 
 
 def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) -> int:

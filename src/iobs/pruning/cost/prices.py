@@ -161,10 +161,10 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
     for stage, block in enumerate(chain):
         held = [(name, shape) for name, shape in shapes if block.holds(name)]
         kind = tuple((name.removeprefix(block.path), shape) for name, shape in held)
-        own = [layer for layer in layers if block.holds(layer.path)]
+        members = [layer for layer in layers if block.holds(layer.path)]
         if images or kind not in first:
             bringing = timed_once(partial(store.enter, stage), store.device)
-            with observing_inputs(store.model, own, POSITIONS) as observed:
+            with observing_inputs(store.model, members, POSITIONS) as observed:
                 hidden = hidden_of(stream.run(stage, 0))
             seconds = timed(partial(stream.run, stage, 0), store.device)
             store.release(stage)
@@ -183,10 +183,10 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
 def _prices_of_solves(work: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], device: torch.device) -> Prices:
     """Prices of Grams, solves and updates, from one solve on made-up inputs."""
     pairs, held_out = recipe.target != "layer", work.held_out > 0
-    one = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
+    unit = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
 
     def operations(shape: tuple[int, int], name: str, readers: float = 1.0) -> float:
-        return Solves(recipe.for_layer(name), one, pairs, held_out).seconds(Layer(name, shape), readers)
+        return Solves(recipe.for_layer(name), unit, pairs, held_out).seconds(Layer(name, shape), readers)
 
     total = sum(operations(layer.shape, layer.name) for layer in work.layers)
     side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU

@@ -335,10 +335,10 @@ def _layers(
         shared["outputs of dense blocks"] = one_pass
     by_layer = {}
     for layer in work.layers:
-        own = recipe.for_layer(layer.name)
+        layer_recipe = recipe.for_layer(layer.name)
         readers = work.inputs.get(layer.name, LayerInput()).readers
         first, later = (
-            Solves(own, prices, compares, work.held_out > 0, work.ranks).seconds(layer, readers)
+            Solves(layer_recipe, prices, compares, work.held_out > 0, work.ranks).seconds(layer, readers)
             for compares in (pairs, False)
         )
         products = (2 * streams - 1) + masks - 1
