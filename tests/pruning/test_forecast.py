@@ -193,3 +193,22 @@ def test_fastest_call_is_the_measured_one(monkeypatch):
     monkeypatch.setattr(prices, "_CALLS", 3)
     monkeypatch.setattr(prices, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert prices.timed(lambda: None, torch.device("cpu")) == 1.0
+
+
+class Picky:
+    """A solver of layers of the model alone."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def __call__(self, problem, pattern):
+        if problem.shape != self.shape:
+            raise RuntimeError("another shape")
+        return iobs.solvers.Magnitude()(problem, pattern)
+
+
+def test_run_with_a_bar_goes_on_where_its_solver_refuses_the_trial():
+    model, data = torch.nn.Sequential(torch.nn.Linear(6, 5)), [torch.randn(16, 6)]
+    bar = ProgressBar(SimpleNamespace(update=lambda *_: None))
+    report = iobs.prune(model, data, 0.5, "one-shot", solver=Picky((5, 6)), callbacks=[bar])
+    assert report.zeros == 15
