@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 # Time that a rank waits for another one: longer than the solve of a layer. Greedy removal, exact swaps and fixed zeros
-# take hours for a layer of a large model (`cost.slow`). The connection or torchrun reports a dead rank at once.
+# take hours for a layer of a large model (`cost.work`). The connection or torchrun reports a dead rank at once.
 PATIENCE = timedelta(days=1)
 _MEETING = timedelta(minutes=30)  # time in which all ranks must have been started
 _BUCKET = 2**24  # most numbers in one reduction of several tensors, unless one tensor has more
