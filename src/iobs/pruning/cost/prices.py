@@ -202,7 +202,7 @@ def _prices_of_solves(work: Work, recipe: Recipe, patterns: Mapping[Layer, Patte
     layer = max(few, key=takes.__getitem__) if few else min(work.layers, key=takes.__getitem__)
     small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in work.layers))
     trials = [
-        Trial(shape, _pattern_of_trial(patterns[layer], shape), recipe.for_layer(layer.name), held_out, device)
+        Trial(shape, _pattern_of_trial(patterns[layer], shape), _recipe_of_trial(recipe, layer), held_out, device)
         for shape in (small_shape, shapes[layer])
     ]
     gram = _price_of_grams(work, side, pairs, device)
@@ -233,6 +233,19 @@ def _price_of_grams(work: Work, side: int, pairs: bool, device: torch.device) ->
     gram = Gram.empty(Layer("trial", (1, columns)), device, with_dense=pairs)
     seconds = timed(lambda: gram.add(rows, rows if pairs else None), device)
     return seconds / (2.0 * rows.numel() * columns * (3 if pairs else 1))
+
+
+def _recipe_of_trial(recipe: Recipe, layer: Layer) -> Recipe:
+    """The recipe of a layer; a solver of the user is not called with made-up layers, SparseGPT stands in for it."""
+    recipe = recipe.for_layer(layer.name)
+    if _is_foreign(recipe.solver):
+        recipe = recipe.but(solver="sparsegpt")
+    return recipe.but(refine=None) if _is_foreign(recipe.refine) else recipe
+
+
+def _is_foreign(solver: object) -> bool:
+    """True if a solver or refinement is code of the user, not a name, None, or a class of this library."""
+    return not (solver is None or isinstance(solver, str) or type(solver).__module__.startswith("iobs."))
 
 
 def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
