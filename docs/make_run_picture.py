@@ -14,7 +14,14 @@ FILE = Path(__file__).parent / "images" / "run.png"
 BOXES = (
     (0.0, 8.1, 6.4, "driver.prune", "checks the arguments, selects layers, opens a workspace", "#dbe7f5"),
     (0.0, 6.8, 6.4, "decisions + allocation", "steps that are affordable; a pattern for each layer", "#dbe7f5"),
-    (0.0, 5.2, 6.4, "algorithm.project", "lines 3 to 8 of Algorithm 2: every layer, in the order of the pass", "#f5e6d0"),
+    (
+        0.0,
+        5.2,
+        6.4,
+        "algorithm.project",
+        "lines 3 to 8 of Algorithm 2: every layer, in the order of the pass",
+        "#f5e6d0",
+    ),
     (0.5, 3.9, 2.8, "calibration.Sweep", "inputs and Grams", "#f9f1e4"),
     (3.6, 3.9, 2.8, "layerwise.Projection", "quadratic, solver, write", "#f9f1e4"),
     (0.5, 2.6, 5.9, "reconstruction.Walk", "block by block: project, fit a window, slide on", "#f9f1e4"),
@@ -41,12 +48,18 @@ ARROWS = (
 
 
 def main() -> None:
+    """Write the picture."""
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(9.4, 7.6))
     for left, bottom, width, name, text, colour in BOXES:
         axes.add_patch(
             FancyBboxPatch(
-                (left, bottom), width, 0.95, boxstyle="round,pad=0,rounding_size=0.12", facecolor=colour, edgecolor="#555"
+                (left, bottom),
+                width,
+                0.95,
+                boxstyle="round,pad=0,rounding_size=0.12",
+                facecolor=colour,
+                edgecolor="#555",
             )
         )
         axes.text(left + width / 2, bottom + 0.62, name, ha="center", va="center", fontsize=10, weight="bold")
