@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -27,9 +27,6 @@ from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, select, unobserved
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
-
-_Visit = Callable[[int], None]  # of a block, by its number
-_Chain = Callable[[nn.Module, list[Block], Batch, torch.dtype, _Visit, _Visit], list[Block]]
 
 
 @dataclass

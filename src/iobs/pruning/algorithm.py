@@ -27,7 +27,7 @@ from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.importance import row_importance
 from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
-from iobs.pruning.cost.inputs import affordable
+from iobs.pruning.cost.inputs import with_affordable_steps
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.coverage import Coverage, Reason
@@ -256,16 +256,12 @@ def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     if work.scoring is None:
         return ComparisonLoss("not measured"), {}
     sampled = work.scoring.windows_to_sample() > 0
-    between, after = (
-        None if step is None else affordable(step, work.store.model, layers, work.fit, sampled)
-        for step in (decided.rounds.finetune, decided.finetune)
-    )
-    work.decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
+    work.decided = with_affordable_steps(decided, work.store.model, layers, work.fit, sampled)
     # NaN is no error here: the sweep names the layer that causes it.
     loss = work.scoring.dense_loss()
     if loss is None:
         work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
-    for step in (between, after):
+    for step in (work.decided.rounds.finetune, work.decided.finetune):
         if step is not None:
             work.require_gradient(step)
     with work.store.as_dense():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from iobs.core.patterns import Pattern
-from iobs.pruning.cost.inputs import affordable
+from iobs.pruning.cost.inputs import with_affordable_steps
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.decisions.sparsity import one_kind_of_steps
@@ -54,11 +53,7 @@ def foresee(
         decided = one_kind_of_steps(
             Decisions(recipe.rounds, recipe.finetune, tuned, blocks), bool(chain), positions(data[0]) > 1
         )
-        between, after = (
-            None if step is None else affordable(step, model, layers, fit)
-            for step in (decided.rounds.finetune, decided.finetune)
-        )
-        decided = replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
+        decided = with_affordable_steps(decided, model, layers, fit)
         sampled = decided.blocks.sampled if decided.blocks is not None else 0
         copies = copies_to_sample(model, fit) if sampled == "auto" else sampled
         every = Samples.of(fit.batches * (1 + copies) + heldout.batches)

@@ -20,6 +20,7 @@ from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Decisions
 
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _ALIVE = 8  # latest inputs that a new one is compared with: layers that share an input are called in a row
@@ -74,6 +75,17 @@ def observing_inputs(
 
 
 @torch.no_grad()
+def with_affordable_steps(
+    decided: Decisions, model: nn.Module, layers: Sequence[Layer], fit: Samples, sampled: bool = False
+) -> Decisions:
+    """The decisions with the numbers of gradient steps that a run can afford, see `affordable`."""
+    between, after = (
+        None if step is None else affordable(step, model, layers, fit, sampled)
+        for step in (decided.rounds.finetune, decided.finetune)
+    )
+    return replace(decided, rounds=replace(decided.rounds, finetune=between), finetune=after)
+
+
 def affordable(
     step: FineTune, model: nn.Module, layers: Sequence[Layer], fit: Samples, sampled: bool = False
 ) -> FineTune:

@@ -267,7 +267,7 @@ def fitted_names(
     Args:
         model: the model.
         layers: pruned layers.
-        blocks: the blocks or half-blocks; a parameter outside them is left out.
+        blocks: the blocks; a parameter outside them is left out.
         frozen: names of parameters that the user froze.
     """
     pruned: dict[str, list[Layer]] = {}
