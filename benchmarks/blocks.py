@@ -31,12 +31,12 @@ from torch import Tensor, nn
 import iobs
 from iobs import models
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.pruning.recipe import Allocation, BlockFit, Recipe
+from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.samples import batches
 
 SHOT = Recipe()
 RESIDUAL = SHOT.but(target="residual")
-ALLOCATED = RESIDUAL.but(allocation=Allocation("auto", generations=0))
+ALLOCATED = RESIDUAL.but(allocation="auto", curvature="fisher")
 ROWS: dict[str, Recipe] = {
     "own": SHOT,
     "own, bias": SHOT.but(bias="refit"),

@@ -38,10 +38,10 @@ METHODS: dict[str, tuple[str, Recipe]] = {
     "joint pass": ("sparse", Recipe(solver="sparsegpt")),
     "dense grid": ("dense", OURS),
     "sparse grid": ("sparse", OURS),
-    "budget": ("budget", OURS.but(allocation="kl")),
+    "budget": ("budget", OURS.but(allocation="auto")),
     "dense grid, polished": ("dense", OURS.but(finetune=POLISH)),
     "sparse grid, polished": ("sparse", OURS.but(finetune=POLISH)),
-    "budget, polished": ("budget", OURS.but(allocation="kl", finetune=POLISH)),
+    "budget, polished": ("budget", OURS.but(allocation="auto", finetune=POLISH)),
 }
 IGNORED = {"resnet20": "*downsample*"}
 BATCHES = {"resnet20": 4, "vit": 4, "llama_stories260K": 8, "minilm": 12}  # 400 images, 128 windows, 192 texts

@@ -123,16 +123,16 @@ NETWORKS = {
 
 BEST, FAST = Recipe.preset("best"), Recipe.preset("fast")
 # The same recipes without block reconstruction: targets of the whole network's drift, rounds and fine-tuning.
-PLAIN_FAST = Recipe(allocation=iobs.Allocation("auto", generations=0), target="dense")
-PLAIN_BEST = Recipe(allocation="auto", target="model", rounds=BEST.rounds, finetune=BEST.finetune)
+PLAIN_FAST = Recipe(allocation="auto", curvature="fisher", target="dense")
+PLAIN_BEST = Recipe(allocation="auto", curvature="fisher", target="model", rounds=BEST.rounds, finetune=BEST.finetune)
 OURS: dict[str, Recipe] = {
     "best": BEST,
     "fast": FAST,
-    "fast, joint curvature": FAST.but(curvature="joint"),
+    "fast, equal rows": FAST.but(curvature="layer"),
     "best without blocks": PLAIN_BEST,
     "fast without blocks": PLAIN_FAST,
-    "one shot, allocation by error": Recipe(target="dense", allocation="error"),
-    "one shot, allocation by Fisher": Recipe(target="dense", allocation="fisher"),
+    "one shot, layers by Fisher": Recipe(target="dense", allocation="fisher"),
+    "one shot, layers and rows by Fisher": Recipe(target="dense", allocation="fisher", curvature="fisher"),
     "one shot, uniform": Recipe(target="dense"),
     "one shot, target of its own weights": PLAIN_FAST.but(target="layer"),
     "Algorithm 2 to the letter": Recipe.preset("paper"),
@@ -156,7 +156,7 @@ def stepped_by(**changes: Any) -> Recipe:
 
 ABLATIONS: dict[str, Recipe] = {
     "best without blocks, uniform allocation": PLAIN_BEST.but(allocation="uniform"),
-    "best without blocks, allocation without search": PLAIN_BEST.but(allocation=iobs.Allocation("auto", generations=0)),
+    "best without blocks, equal rows": PLAIN_BEST.but(curvature="layer"),
     "best without blocks, target of its own weights": PLAIN_BEST.but(target="layer"),
     "best without blocks, growing sparsity": PLAIN_BEST.but(rounds=replace(PLAIN_BEST.rounds, schedule="cubic")),
     "best without blocks, no polish": Recipe(target="dense", allocation="auto"),

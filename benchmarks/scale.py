@@ -33,11 +33,11 @@ import iobs
 from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.models.weights import Entry, ShardWriter
-from iobs.pruning.allocation.sensitivity import Planner
 from iobs.pruning.calibration import replay as stream
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.layerwise import projection
+from iobs.pruning.plan.curves import CurveSweep
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import with_settings
 from iobs.pruning.reconstruction.fits import Fits
@@ -177,7 +177,7 @@ class Clock(iobs.Callback):
             for owner, name, part in (
                 (Sweep, "_statistics", "Grams"),
                 (projection.Projection, "project", "solves"),
-                (Planner, "_measure_layer", "allocation"),
+                (CurveSweep, "_curves", "allocation"),
                 (Fits, "fit_window", "steps of blocks"),
                 (Fits, "fit_network", "steps of the network"),
                 (Gram, "add", "Grams: products"),

@@ -75,7 +75,7 @@ def solver_and_widths(
 @contextmanager
 def fixed(widths: Mapping[str, int]) -> Iterator[None]:
     """Give sites these widths in `iobs.prune`, in place of those that it would choose."""
-    with mock.patch("iobs.pruning.decisions.widths.chosen_widths", return_value=dict(widths)):
+    with mock.patch("iobs.pruning.plan.widths.chosen_widths", return_value=dict(widths)):
         yield
 
 

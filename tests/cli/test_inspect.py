@@ -19,7 +19,7 @@ from iobs.report import read_report, write_report
 def test_inspect_checks_an_allocated_sparsity_globally(run, tmp_path, classifier):
     out = tmp_path / "out"
     network = (f"{classifier}:net", "--data", f"{classifier}:batches")
-    run("prune", *network, "-o", out, "--sparsity", "0.5", *ONE_SHOT, "--set", "allocation=kl")
+    run("prune", *network, "-o", out, "--sparsity", "0.5", *ONE_SHOT, "--set", "allocation=fisher")
     assert len({row.sparsity for row in read_report(out / "report.json").audit}) > 1
     assert "among which zeros were spread, satisfy" in run("inspect", out, "--pattern", "0.5").output
     assert "asks for" in one_error(run("inspect", out, "--pattern", "0.8", code=1))

@@ -70,7 +70,7 @@ def test_network_that_is_too_large_for_a_gpu_does_not_fit(directory):
 
 @pytest.mark.parametrize("blocks", [None, BlockFit(batch_size=2, network_steps=2)])
 def test_directory_and_configuration_have_the_same_phases_and_streams(directory, tmp_path, blocks):
-    recipe = ONE_SHOT.but(allocation="block", blocks=blocks)
+    recipe = ONE_SHOT.but(allocation="fisher", blocks=blocks)
     data = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64)}] * 3
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
     plan = store.plan(store.select(None, None, False), data, recipe, 0.25)

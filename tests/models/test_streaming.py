@@ -130,7 +130,7 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     data, best = families.language_batches(count=3), iobs.Recipe.preset("best")
     few = replace(best.blocks, masks=2, network_steps=3, steps=2, between=1, epochs=None, lr=1e-3, network_lr=1e-3)
     best = best.but(blocks=few, **OPTIONS)
-    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=few, **OPTIONS)
+    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("fisher"), blocks=few, **OPTIONS)
     for name, recipe in (("best", best), ("parts", parts)):
         with StreamedStore.open(tmp_path / "model", tmp_path / name) as store:
             report = iobs.prune(store, data, 0.5, recipe, holdout=0.25)
@@ -143,7 +143,7 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
 def test_fast_from_files_is_judged_by_held_out_samples_as_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data, fast = families.language_batches(count=6), iobs.Recipe.preset("fast")
-    recipe = fast.but(allocation="block", blocks=replace(fast.blocks, steps=4), **OPTIONS)
+    recipe = fast.but(allocation="fisher", blocks=replace(fast.blocks, steps=4), **OPTIONS)
     with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
         streamed = iobs.prune(store, data, 0.5, recipe)
     whole = iobs.prune(model, data, 0.5, recipe, include=[row.name for row in streamed.audit])

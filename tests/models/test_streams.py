@@ -130,7 +130,7 @@ def test_weights_do_not_depend_on_the_place_of_grams(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Storage, "park", watched)
-    options = {"target": "residual", "allocation": "block", "holdout": 0.25}
+    options = {"target": "residual", "allocation": "fisher", "holdout": 0.25}
     data = families.language_batches(count=2)
     _, weights = zip(*(pruned(tmp_path, data, place, **options) for place in ("auto", "memory")), strict=True)
     assert stored == {"gram", "drift"}

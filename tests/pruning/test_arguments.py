@@ -29,9 +29,9 @@ def test_allocation_bounds_are_refused_if_nothing_is_allocated():
         ({"refine": "polish"}, ProblemError),
         ({"budget": "slow"}, ProblemError),
         ({"damping": -1.0}, ProblemError),
-        ({"pattern": iobs.NM(2, 4), "allocation": "kl"}, PatternError),
-        ({"allocation": iobs.Allocation("kl", most=0.4)}, PatternError),
-        ({"allocation": iobs.Allocation("kl", bounds={"none": (0.0, 0.5)})}, LayerSelectionError),
+        ({"pattern": iobs.NM(2, 4), "allocation": "fisher"}, PatternError),
+        ({"allocation": iobs.Allocation("fisher", most=0.4)}, PatternError),
+        ({"allocation": iobs.Allocation("fisher", bounds={"none": (0.0, 0.5)})}, LayerSelectionError),
     ],
 )
 def test_impossible_settings_raise_before_data_is_read(choice, error):
@@ -133,7 +133,7 @@ BAD = {
     "nan weight": (nan_weight, NonFiniteError, "fc2"),
     "nan input": (nan_input, NonFiniteError, "batch 3"),
     "nan activation": (nan_activation, NonFiniteError, r"layer '2'.*batch 3"),
-    "nan likelihood": (lambda: (*nan_activation()[:2], {"curvature": "joint"}), NonFiniteError, "layer '2'"),
+    "nan likelihood": (lambda: (*nan_activation()[:2], {"curvature": "fisher"}), NonFiniteError, "layer '2'"),
     "nan text": (nan_text, NonFiniteError, r"layer 'model\.layers\.0.*q_proj'"),
     "no data": (lambda: (build("perceptron")[0], [], {}), CalibrationError, "no calibration data"),
     "empty batch": (lambda: (build("perceptron")[0], [torch.zeros(0, 12)], {}), CalibrationError, "batch 0 is empty"),

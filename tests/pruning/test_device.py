@@ -88,7 +88,7 @@ CHOICES = {
         {"solver": "sparsegpt", "allocation": "fisher", "refine": "refit", "include": SOME["perceptron"]},
     ),
     "swaps": ("perceptron", {"solver": "magnitude", "refine": "swap", "include": "fc3"}),
-    "searched for": ("perceptron", {"allocation": iobs.Allocation("evolve", generations=3)}),
+    "searched for": ("perceptron", {"allocation": iobs.Allocation("search", generations=3)}),
     "OBC": ("perceptron", {"solver": "obc"}),
     "SparseGPT": ("transformer", {"solver": "sparsegpt", "target": "dense", "include": SOME["transformer"]}),
     "Wanda": ("transformer", {"solver": "wanda", "include": SOME["transformer"]}),

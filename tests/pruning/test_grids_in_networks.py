@@ -103,7 +103,7 @@ def test_rounds_of_growing_sparsity_keep_a_grid_without_zeros():
 
 def test_a_solver_that_only_grids_have_takes_an_allocation():
     model, data = three_layers()
-    report = iobs.prune(model, data, SPARSE, Recipe(solver="obr", allocation="error"))
+    report = iobs.prune(model, data, SPARSE, Recipe(solver="obr", allocation="fisher"))
     require_on_grids(model, SPARSE.grid, report)
     assert len({round(row.asked / row.weights, 3) for row in report.audit}) > 1
 

@@ -1,12 +1,10 @@
 """Large models, in miniature: runs keep few outputs, gradients and matrices at a time, and refuse what has no room."""
 
 import copy
-import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
-from menagerie import build, three_layers
+from menagerie import build
 from simulated_gpu import on_gpu
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -15,12 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import iobs
 from iobs.cli.compare import _copied
 from iobs.errors import AuditError, CoverageWarning, ModelError, ProblemError
-from iobs.pruning.allocation.bits import BitPlanner
 from iobs.pruning.baselines import projection
-from iobs.pruning.calibration.importance import row_importance
-from iobs.pruning.calibration.losses import answered
+from iobs.pruning.calibration.row_fisher import row_fisher
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.network.layers import Layer, find_layers
+from iobs.pruning.network.layers import find_layers
+from iobs.pruning.plan.unit_curves import Curves
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure import expected, trace
@@ -28,7 +25,6 @@ from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.sites import traced_sites
 from iobs.pruning.whole import run as whole
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.curves import Curves
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -121,20 +117,20 @@ def test_problems_of_readers_are_dropped_after_their_curves(monkeypatch):
 
     def measured(self):
         found = real(self)
-        most.append((len(self.readers), len(self._paths)))
+        most.append(len(self.readers))
         return found
 
-    def curve(self, site, untouched):
-        most.append((len(self.readers), len(self._paths)))
-        return real_curve(self, site, untouched)
+    def curve(self, site):
+        most.append(len(self.readers))
+        return real_curve(self, site)
 
     real, real_curve = Curves.measured, Curves._curve
     monkeypatch.setattr(Curves, "measured", measured)
     monkeypatch.setattr(Curves, "_curve", curve)
     torch.manual_seed(0)
     model = nn.Sequential(*(Residual() for _ in range(4))).eval()
-    iobs.prune(model, [torch.randn(40, 8)], "structured:25%", "one-shot", allocation="kl")
-    assert most == [(1, 0)] * 4 + [(0, 0)]
+    iobs.prune(model, [torch.randn(40, 8)], "structured:25%", "one-shot", allocation="fisher")
+    assert most == [1] * 4 + [0]
 
 
 class Mixture(nn.Module):
@@ -206,29 +202,6 @@ def test_large_model_is_built_from_its_configuration_without_a_copy(monkeypatch)
     ]
 
 
-def test_a_tried_division_of_bits_holds_one_matrix_in_float32_at_a_time(monkeypatch):
-    made, most = [], []
-
-    def read(self, model):
-        found = real(self, model)
-        made.append(weakref.ref(found))
-        return found
-
-    def solve(layer, statistics, weight, pattern):
-        most.append(sum(one() is not None for one in made))
-        return [SimpleNamespace(weight=0.5 * weight)]
-
-    real = Layer.read
-    monkeypatch.setattr(Layer, "read", read)
-    model, data = three_layers()
-    before, layers, samples = copy.deepcopy(model.state_dict()), find_layers(model), Samples.of(data)
-    planner = BitPlanner(model, tuple(layers), [], samples, Samples(), solve, 0)
-    plan = {layer: (8, layer.weights) for layer in layers}
-    assert planner._divergence(plan, iobs.Budget(8.0, group=16), samples, answered(model, samples)) > 0
-    assert most == [1, 1, 1]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 class Scaled(nn.Linear):
     """A linear map with weights of 8 bits and one scale."""
 
@@ -253,14 +226,13 @@ def test_floats_of_8_bits_are_quantised_and_stay_dense(recipe):
     assert torch.equal(model[1].weight.detach().view(torch.uint8), before)
 
 
-def test_importance_is_measured_on_parts_of_a_batch():
+def test_prices_of_rows_are_measured_on_parts_of_a_batch():
     model, batch = Text(), long_text(4)["input_ids"]
     layers = find_layers(model)
-    found = row_importance(model, layers, Samples.of([{"input_ids": batch}]), 3)
+    found = row_fisher(model, layers, [], Samples.of([{"input_ids": batch}]), seed=3)
     assert model.shapes == [(2, 1024)] * 2
-    apart = row_importance(model, layers, Samples.of([{"input_ids": part} for part in batch.split(2)]), 3)
-    assert found.keys() == apart.keys() == {*layers}
-    assert all(torch.equal(found[layer], apart[layer]) for layer in layers)
+    apart = row_fisher(model, layers, [], Samples.of([{"input_ids": part} for part in batch.split(2)]), seed=3)
+    assert all(torch.equal(found.relative(layer), apart.relative(layer)) for layer in layers)
 
 
 @pytest.mark.parametrize("solver", ["chita", "cbs", "woodfisher"])

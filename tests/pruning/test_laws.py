@@ -8,13 +8,12 @@ import torch
 
 import iobs
 from iobs.core.patterns import keep_count
-from iobs.pruning.allocation import sensitivity
 from iobs.pruning.audit import asked_zeros
 
 MODELS = ("perceptron", "transformer", "two heads", "recurrent")
 PATTERNS = (iobs.Unstructured(0.5), iobs.Unstructured(0.6, per="row"), iobs.NM(2, 4))
 TARGETS = ("layer", "dense", "model")
-ALLOCATIONS = ("uniform", "kl")
+ALLOCATIONS = ("uniform", "fisher")
 STEP = iobs.FineTune(lr=1e-3, optimizer="adam", steps=2, loss="kl")
 ROUNDS = (iobs.Rounds(), iobs.Rounds(2, finetune=STEP))
 
@@ -63,7 +62,6 @@ def bits(model):
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     """Measure the divergence of a trial on few samples."""
-    monkeypatch.setattr(sensitivity, "_LEAST_PASSES", 32)
 
 
 @pytest.mark.parametrize(("name", "pattern", "target", "allocation", "rounds"), CASES)

@@ -30,7 +30,7 @@ from iobs.pruning.store import Store
 FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4)
 FAST, BEST = (iobs.Recipe.preset(name) for name in ("fast", "best"))
 # In memory "auto" divides the zeros by outputs of the network, and `best` samples text; block by block it does not.
-SAME = {"allocation": "block"}
+SAME = {"allocation": "fisher"}
 QUICK = {"solver": "sparsegpt"}
 CHOICES = {
     "one-shot": ("llama", "one-shot", QUICK),
@@ -107,7 +107,7 @@ def test_best_takes_steps_of_the_network_on_pictures_too(gpu):
     """A fine-tuning of the whole network needs all of it on the GPU."""
     offloaded, data = made("vit")
     model, blocks = on_gpu(copy.deepcopy(offloaded)), replace(FIT, sampled=0)
-    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("block"), blocks=blocks)
+    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("fisher"), blocks=blocks)
     iobs.prune(model, data, 0.5, parts, holdout=0.25, **QUICK)
     report = iobs.prune(OffloadedStore(offloaded), data, 0.5, BEST.but(blocks=blocks), holdout=0.25, **QUICK)
     assert any(note.startswith("Block by block: steps") for note in report.notes)

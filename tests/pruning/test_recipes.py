@@ -11,7 +11,7 @@ from torch import nn
 import iobs
 from iobs.errors import ProblemError
 from iobs.pruning.decisions import learning_rate
-from iobs.pruning.decisions import sparsity as sparsities
+from iobs.pruning.decisions import rounds as decided_rounds
 from iobs.pruning.recipe import PRESETS, Allocation, BlockFit
 from iobs.pruning.runtime import memory
 
@@ -41,7 +41,7 @@ def test_best_recipe_notes_its_decisions():
     assert "Estimated time" in story
     assert "learning rate" in story
     assert "nats from the dense one" in story
-    assert "no search" in story
+    assert "without a search" in story
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_only_round_that_is_left_reads_all_samples():
     assert report.layers[0].inputs == report.settings["samples"] * data[0]["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize(("steps", "found"), [(0, "by a search"), (2, "by measured damages, no search")])
+@pytest.mark.parametrize(("steps", "found"), [(0, "by a search"), (2, "by their damages in nats, without a search")])
 def test_allocation_searches_unless_steps_of_the_whole_network_follow(steps, found):
     fit = BlockFit(masks=1, steps=0, network_steps=steps, network_lr=1e-4)
     allocation = Allocation("auto", generations=2)
@@ -260,7 +260,7 @@ def test_finetune_of_another_type_is_refused():
 
 @pytest.mark.slow
 def test_best_recipe_uses_cubic_schedule_if_damage_is_large(monkeypatch):
-    monkeypatch.setattr(sparsities, "_DAMAGE", 0.0)
+    monkeypatch.setattr(decided_rounds, "_DAMAGE", 0.0)
     model, data = three_layers()
     report = iobs.prune(model, data, iobs.Unstructured(0.8), "best", rounds=4, finetune=None)
     first, *shares = (record.sparsity for record in report.rounds)

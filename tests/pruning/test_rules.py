@@ -6,7 +6,7 @@ import pytest
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 
-DIVIDED = iobs.Recipe(solver="magnitude", allocation="kl")
+DIVIDED = iobs.Recipe(solver="magnitude", allocation="fisher")
 
 
 def pruned(rules, pattern=0.5, recipe="one-shot"):

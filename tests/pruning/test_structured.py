@@ -624,7 +624,7 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize("always", [False, True])
-@pytest.mark.parametrize(("of", "allocation"), [("macs", "uniform"), ("parameters", "block")])
+@pytest.mark.parametrize(("of", "allocation"), [("macs", "uniform"), ("parameters", "fisher")])
 def test_expert_without_a_token_keeps_its_units(always, of, allocation):
     torch.manual_seed(0)
     model, given = Mixture(always).eval(), torch.randn(40, 6)

@@ -37,7 +37,7 @@ def test_use_2_attention_by_sparsegpt_at_2_of_4_and_a_dense_head():
 def test_use_3_rounds_with_fine_tuning_stored_beside_the_model(tmp_path):
     tune = FineTune(lr=1e-3, optimizer="adam", steps=5, loss="kl", support="fixed")
     last = replace(tune, steps=10, parameters="all", decay=True)
-    recipe = Recipe(target="model", allocation="kl", rounds=Rounds(3, "cubic", finetune=tune), finetune=last)
+    recipe = Recipe(target="model", allocation="fisher", rounds=Rounds(3, "cubic", finetune=tune), finetune=last)
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
     found = []
     for given in (recipe, tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):

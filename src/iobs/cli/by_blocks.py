@@ -223,11 +223,11 @@ def prune_low_memory(
     from iobs.models.skeleton import without_weights
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
-    from iobs.pruning.allocation.bits import require_whole
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.driver import requested
+    from iobs.pruning.plan.bits import require_whole
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
 

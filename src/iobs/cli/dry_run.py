@@ -86,7 +86,7 @@ def _bounds(request: Request, budget: Budget) -> dict[str, float]:
 def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
     from iobs.core.grids import Budget
-    from iobs.pruning.allocation.counts import under_pattern
+    from iobs.pruning.plan.counts import under_pattern
     from iobs.pruning.recipe import as_allocation
 
     pattern = request.pattern

@@ -17,12 +17,12 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     calibration  forward passes of the calibration data: Gram matrices and losses
     audit        zeros counted entry by entry
     store        reads, writes, copies and restores weights during a run
-    allocation   the sparsity of every layer
     descent      gradient steps that keep zeros and grids; the loss that compares rounds
     layerwise    one layer: its quadratic, its solver, its new mask and weights
     widths       costs of a network by its widths, and the widths of least effect
     workspace    the state of one run
-    decisions    choices of the run itself: sparsities, rounds, learning rates
+    decisions    choices of the run itself: rounds, learning rates
+    plan         what every layer keeps: damages in nats, divided under one budget of zeros, bits or units
     baselines    published one-shot pruners of a whole model
     reconstruction  a walk along the blocks: fits of windows towards the dense outputs
     cost         time and memory that a run will take

@@ -4,7 +4,7 @@ Every run uses this loop. It reads and writes these objects:
 
     work.store      the weights of the model (`store.py`)
     work.recipe     the settings of the run (`recipe/`)
-    plan            the pattern of every layer, from `allocate` (`decisions/sparsity.py`)
+    plan            the pattern of every layer, from `allocate` (`plan/allocate.py`)
     work.decided    rounds, optimizers and learning rates (`decisions/`)
     Projection      the mask and the weights of every layer (`layerwise/projection.py`)
     Report          the result, with all decisions (`report.py`)
@@ -24,7 +24,6 @@ from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
-from iobs.pruning.calibration.importance import row_importance
 from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.inputs import with_affordable_steps
@@ -32,7 +31,7 @@ from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions.learning_rate import candidates, decide_rates
-from iobs.pruning.decisions.sparsity import allocate, decide_growth, decide_steps, scheduled
+from iobs.pruning.decisions.rounds import decide_growth, decide_steps, scheduled
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
@@ -43,6 +42,7 @@ from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Census, Selection
+from iobs.pruning.plan.allocate import allocate
 from iobs.pruning.recipe import FineTune
 from iobs.pruning.reconstruction.walk import Walk
 from iobs.pruning.report import (
@@ -74,6 +74,7 @@ def run(work: Workspace, ends: bool = True) -> Report:
     with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
         dense, foretell = prepare(work, census), forecaster(work)
         plan, allocation = allocate(work)
+        _ = work.importance  # measured on the dense model
         work.store.set_patterns(plan)
         best = Best(work, plan)
         descent: Descent | None = None
@@ -108,9 +109,6 @@ def project(work: Workspace, patterns: Plan, index: int, descent: Descent | None
     else:
         masters = {} if descent is None else descent.groups[0].values
         biases = work.biases if recipe.refits_biases else {}
-        rows: dict[Layer, Tensor] = {}
-        if recipe.curvature == "joint" and not recipe.reads_weights_only:
-            rows = row_importance(work.store.model, work.selection.layers, work.fit, work.request.seed)
         projection = Projection(
             store=work.store,
             patterns=patterns,
@@ -121,7 +119,7 @@ def project(work: Workspace, patterns: Plan, index: int, descent: Descent | None
             masters=masters,
             callback=work.callbacks,
             biases=biases,
-            importance=rows,
+            importance=work.importance,
         )
         sweep = sweep_of(work, samples, index)
         if recipe.blocks is not None and sweep.chain:

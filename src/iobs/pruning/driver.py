@@ -17,8 +17,6 @@ from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a
 from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
-from iobs.pruning.allocation.bits import require_budget, require_whole
-from iobs.pruning.allocation.counts import require_room, under_pattern
 from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
@@ -27,6 +25,8 @@ from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found
+from iobs.pruning.plan.bits import require_budget, require_whole
+from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe

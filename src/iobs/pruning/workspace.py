@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from iobs.core.patterns import Pattern
+from iobs.errors import ProblemError, first_line
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.descent.batches import drawn_batches, samples_of_step
 from iobs.pruning.descent.descent import Descent, StepCheckpoint
@@ -23,7 +25,7 @@ from iobs.pruning.descent.scoring import Scoring
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds, as_allocation
 from iobs.pruning.recipe.text import describe_part, plain
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
@@ -32,11 +34,12 @@ from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import has_outputs_by_position
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
 
-_SAMPLED = "sampled text"  # key in the checkpoint
+_SAMPLED, _FISHER = "sampled text", "Fisher information of rows"  # keys in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Workspace:
     decided: Decisions = field(init=False)
     memory: MemoryWatch = field(init=False)
     _chain: list[Block] | None = field(default=None, init=False)
+    _fisher: RowFisher | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -237,6 +241,50 @@ class Workspace:
         if self._chain is None:
             self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers)
         return self._chain
+
+    @property
+    def fisher(self) -> RowFisher:
+        """Prices of the errors of rows; measured at the first use, while the model is dense, or from the checkpoint.
+
+        Empty with a note if the outputs of the model have no gradient.
+
+        Raises:
+            ProblemError: they have none, and the recipe's allocation asks for prices by name.
+        """
+        if self._fisher is None and _FISHER in self.checkpoint:
+            self._fisher = RowFisher.of(self.checkpoint.get(_FISHER)[0], self.selection.layers)
+        elif self._fisher is None:
+            try:
+                self._fisher = row_fisher(
+                    self.store.model,
+                    self.selection.layers,
+                    self.chain,
+                    self.fit,
+                    seed=self.request.seed,
+                    ranks=self.ranks,
+                    residency=self.store,
+                )
+            except ProblemError as error:
+                if as_allocation(self.recipe.allocation).criterion in ("fisher", "search"):
+                    raise
+                self.note(f"All layers and rows count equally: {first_line(error)}")
+                self._fisher = RowFisher()
+            self.checkpoint.put(_FISHER, self._fisher.tensors(), {})
+        return self._fisher
+
+    @property
+    def by_position(self) -> bool:
+        """True if the model gives an output for every position of text."""
+        return has_outputs_by_position(self.fit.batches[0])
+
+    @property
+    def importance(self) -> dict[Layer, Tensor]:
+        """Relative weights of the rows' errors, (rows,), by layer; empty if all rows count equally."""
+        auto = self.recipe.curvature == "auto" and self.by_position
+        if not (auto or self.recipe.curvature == "fisher") or self.recipe.reads_weights_only:
+            return {}
+        weights = {layer: self.fisher.relative(layer) for layer in self.selection.layers}
+        return {layer: rows for layer, rows in weights.items() if rows is not None}
 
     @property
     def reenters(self) -> bool:

@@ -67,7 +67,7 @@ def _recipe(report: Report) -> list[str]:
         pattern = str(pattern).removesuffix(" per layer")  # the count is that of all layers together
     facts = {
         "pattern": pattern,
-        "sparsity of single layers": "divided by measured damage" if report.allocation else None,
+        "sparsity of single layers": "divided by the damage to the model" if report.allocation else None,
         "solver": recipe.get("solver"),
         "target": recipe.get("target"),
         "rounds": len([record for record in report.rounds if record.kind == "projection"]),

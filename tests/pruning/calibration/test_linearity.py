@@ -70,7 +70,7 @@ def test_layers_that_change_input_or_weight_stay_dense(dtype):
     assert [row.name for row in report.audit] == ["same", "scaled", "head", "padded"]  # seen behind the padding
 
 
-@pytest.mark.parametrize("allocation", ["error", "kl"])
+@pytest.mark.parametrize("allocation", ["fisher", "search"])
 def test_layers_that_stay_dense_take_no_share_of_the_sparsity(allocation):
     torch.manual_seed(0)
     network = Unusual().eval()

@@ -129,7 +129,7 @@ def test_kl_to_ignores_classes_with_logit_minus_infinity():
 
     data = [torch.randn(40, 6)]
     network = Masked(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
-    short = {"finetune": None, "solver": "sparsegpt", "allocation": iobs.Allocation("evolve", generations=3)}
+    short = {"finetune": None, "solver": "sparsegpt", "allocation": iobs.Allocation("search", generations=3)}
     report = iobs.prune(network, data, iobs.Unstructured(0.5), "best", **short)
     assert math.isfinite(report.best.loss_heldout)
 

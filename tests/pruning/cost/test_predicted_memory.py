@@ -108,6 +108,6 @@ def test_checkpoint_bytes_of_a_weight(name, expected, block):
 
 def test_an_allocation_has_grams_of_held_out_samples():
     sizes = Sizes([Layer("a", (WIDTH, WIDTH))], 10**5, 2, 512, 512, 1000)
-    recipe = Recipe(allocation="block", blocks=BlockFit(window=1))
+    recipe = Recipe(allocation="fisher", blocks=BlockFit(window=1))
     found = peaks(sizes, recipe, False)
     assert found["allocation"] - found["solves"] == 8 * WIDTH**2

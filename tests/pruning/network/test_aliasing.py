@@ -105,7 +105,7 @@ def test_shared_weight_is_counted_once_if_all_are_included():
     network = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
     network[2].weight = network[0].weight
     data = [(torch.randn(30, 8), torch.randint(4, (30,)))]
-    report = iobs.prune(network, data, iobs.Unstructured(0.7), "one-shot", include="*", allocation="error")
+    report = iobs.prune(network, data, iobs.Unstructured(0.7), "one-shot", include="*", allocation="auto")
     assert [row.name for row in report.audit] == ["0", "4"]
     assert report.zeros == round(0.7 * 96)
 

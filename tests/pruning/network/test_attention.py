@@ -103,8 +103,8 @@ FAST, BEST, PAPER = (iobs.Recipe.preset(name) for name in ("fast", "best", "pape
 # The presets with few steps and without a search.
 FEW = BlockFit(masks=2, between=1, steps=2, lr=1e-3)
 RECIPES = {
-    "fast": FAST.but(blocks=FEW, allocation="block"),
-    "best": BEST.but(blocks=replace(FEW, network_steps=2, network_lr=1e-4), allocation="block"),
+    "fast": FAST.but(blocks=FEW, allocation="fisher"),
+    "best": BEST.but(blocks=replace(FEW, network_steps=2, network_lr=1e-4), allocation="fisher"),
     "paper": PAPER,
 }
 

@@ -14,7 +14,7 @@ RECIPES = {
     **PRESETS,
     "options": iobs.Recipe(solver=iobs.ADMM("best"), refine="swap", damping=0.1, keep_zeros=True),
     "blocks": iobs.Recipe(
-        solver=iobs.SparseGPT(block=64), allocation=iobs.Allocation("kl", 0.1, 0.9, {"*.0": (0, 0.5)})
+        solver=iobs.SparseGPT(block=64), allocation=iobs.Allocation("fisher", 0.1, 0.9, {"*.0": (0, 0.5)})
     ),
     "chita++": iobs.Recipe(solver=iobs.CHITA(stages=15, block=100, searches=2)),
     "rules": iobs.Recipe(
@@ -72,7 +72,8 @@ def test_number_of_rounds_means_the_same_in_a_file_and_in_python(count):
 
 
 def test_yaml_reads_shares_in_percent():
-    recipe = iobs.Recipe.from_yaml("allocation: {criterion: kl, least: 12.5%}\nrules: [{match: a, pattern: 33.3%}]\n")
+    text = "allocation: {criterion: fisher, least: 12.5%}\nrules: [{match: a, pattern: 33.3%}]\n"
+    recipe = iobs.Recipe.from_yaml(text)
     assert recipe.allocation.least == 0.125
     assert recipe.rules[0].pattern == iobs.Unstructured(0.333)
     assert with_settings(iobs.Recipe(), {"allocation.most": "90%"}).allocation.most == 0.9
@@ -207,7 +208,7 @@ def test_unknown_recipes_are_refused_with_the_names():
 
 @pytest.mark.parametrize("match", ["08", "1e3", "null", "yes", "1e1", "0x10", "2:4", "~", "3.", "2026-01-01"])
 def test_recipe_yaml_keeps_names_that_look_like_other_values(match):
-    bounds = iobs.Allocation("kl", bounds={match: (0.0, 0.5)})
+    bounds = iobs.Allocation("fisher", bounds={match: (0.0, 0.5)})
     recipe = iobs.Recipe(allocation=bounds, rules=(iobs.Rule(match, solver="obc"),))
     assert iobs.Recipe.from_yaml(recipe.to_yaml()) == recipe
 

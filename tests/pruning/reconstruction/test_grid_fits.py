@@ -94,7 +94,7 @@ def test_reconstruction_from_files_stores_grid_values(tmp_path):
 @pytest.mark.slow
 def test_budget_is_kept_by_reconstruction():
     model, data = llama()
-    recipe = SHOT.but(solver="magnitude", blocks=SHORT, allocation="kl")
+    recipe = SHOT.but(solver="magnitude", blocks=SHORT, allocation="fisher")
     report = iobs.prune(model, data, iobs.Budget(4.0, 16), recipe, include="*.mlp.*")
     assert 3.9 <= report.bits_per_weight <= 4.0
 

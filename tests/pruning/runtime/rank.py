@@ -102,7 +102,7 @@ def reconstruct(output, ranks):
 
     A step takes four samples on all ranks together, so that the result does not depend on the number of ranks.
     """
-    size, auto = 4 // ranks.size, iobs.Allocation("block")
+    size, auto = 4 // ranks.size, iobs.Allocation("fisher")
     fit = BlockFit(masks=2, between=2, steps=4, lr=1e-3, batch_size=size, network_steps=3, network_lr=1e-4)
     options = {"solver": "sparsegpt", "target": "residual", "blocks": fit, "allocation": auto, "holdout": 0.0}
     if ranks.size > 1:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn, randn
 
 import iobs
-from iobs.pruning.widths.knapsack import Choice
+from iobs.pruning.widths.knapsack import WidthChoice
 from iobs.pruning.widths.plan import equal_shares
 
 
@@ -24,7 +24,7 @@ class Chain:
 def chain(*widths):
     """One choice for each tuple of widths, with the effects that choices without curves have."""
     choices = [
-        Choice((str(number),), own, tuple((1 - width / own[-1]) ** 2 for width in own))
+        WidthChoice((str(number),), own, tuple((1 - width / own[-1]) ** 2 for width in own))
         for number, own in enumerate(widths)
     ]
     return choices, Chain({choice.sites[0]: choice.widths[-1] for choice in choices})

@@ -11,11 +11,11 @@ from torch import Tensor
 from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import NonFiniteError, PatternError, ProblemError
-from iobs.pruning.allocation.counts import global_sparsity, total_kept
 from iobs.pruning.audit import check_together, counted
 from iobs.pruning.baselines.block_fisher import BlockFisher, cbs, chita, gradient_rows, magnitude, woodfisher
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.counts import global_sparsity, total_kept
 from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Recipe, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
 from iobs.pruning.runtime.memory import available, free_on

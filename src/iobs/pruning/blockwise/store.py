@@ -30,7 +30,7 @@ from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import Recipe, Rounds, as_allocation
+from iobs.pruning.recipe import Recipe, Rounds
 from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
@@ -337,15 +337,13 @@ def require_streamable(recipe: Recipe) -> None:
         ProblemError: names the settings that need the whole model.
     """
     usual = Recipe()
-    whole = ["inputs", "batch_norm", "curvature"]
+    whole = ["inputs", "batch_norm"]
     # On text, steps of the whole network take the place of a fine-tuning and its rounds; see `decide_steps`.
     if recipe.blocks is None or not recipe.blocks.network_steps or recipe.finetune is None:
         whole += ["rounds", "finetune"]
     names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
     if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
         names.append("blocks.sampled")
-    if not as_allocation(recipe.allocation).by_block:
-        names.append("allocation")
     if recipe.target == "model":
         names.append("target")
     if recipe.network_solver is not None:

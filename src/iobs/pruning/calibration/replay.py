@@ -128,6 +128,18 @@ class Stream:
         with replaced_blocks(self.model, self.chain, pass_on):
             return batches.forward(self.model, self.data[index])
 
+    def entry(self, index: int) -> Tensor:
+        """The input of the first block on the batch at `index`, from the modules before it."""
+        inputs: list[Tensor] = []
+
+        def stop(position: int, args: Args, kwargs: Kwargs) -> object:
+            inputs.append(hidden_argument(self.chain[position], args, kwargs))
+            raise StopForward
+
+        with suppress(StopForward), replaced_blocks(self.model, self.chain[:1], stop):
+            batches.forward(self.model, self.data[index])
+        return inputs[0]
+
     def advance(self, stage: int) -> None:
         """Compute the inputs of the next stage with the current weights of this stage."""
         if not self.chain or stage == len(self.chain):

@@ -90,8 +90,7 @@ class Sweep:
         moments: settings of the moments.
         ranks: processes that share the batches; Grams are summed over them.
         residency: holds weights and activations.
-        followers: further streams of the model, if the weights are only measured: a stage is then released instead of
-            left. None: the weights change.
+        changes: the weights of layers change; otherwise they are only measured, and nothing of a stage is kept.
 
     Attributes:
         without_input: layers that have received no input so far; True if the model uses their weight in some other way.
@@ -107,7 +106,7 @@ class Sweep:
     moments: Moments = field(default_factory=Moments)
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=Residency)
-    followers: Sequence[Stream] | None = None
+    changes: bool = True
     without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
@@ -135,8 +134,8 @@ class Sweep:
             with self.taking_shortcuts(streams):
                 yield from self.groups_of(streams, stage)
                 if self.without_input or stage < len(self.chain) - 1:
-                    self.advance([*streams, *(self.followers or ())], stage)
-            (self.residency.leave if self.followers is None else self.residency.release)(stage)
+                    self.advance(streams, stage)
+            (self.residency.leave if self.changes else self.residency.release)(stage)
 
     def streams(self) -> list[Stream]:
         """Streams of the model and of the reference, if there is one, at their start."""

@@ -10,7 +10,7 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.cost.inputs import with_affordable_steps
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
-from iobs.pruning.decisions.sparsity import one_kind_of_steps
+from iobs.pruning.decisions.rounds import one_kind_of_steps
 from iobs.pruning.descent.sampled_text import copies_to_sample
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from iobs.core.files import expanded
-from iobs.pruning.allocation.sensitivity import CURVE_TOKENS
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
 from iobs.pruning.cost.work import run_samples, solver_cost
 from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.curves import CURVE_TOKENS
 from iobs.pruning.recipe import Recipe, as_allocation
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current

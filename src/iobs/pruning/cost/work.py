@@ -11,26 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from iobs.core.patterns import Pattern, Unstructured
-from iobs.pruning.allocation.counts import under_pattern
-from iobs.pruning.allocation.kin import measured_shares
-from iobs.pruning.allocation.measurements import row_step
-from iobs.pruning.allocation.sensitivity import (
-    CURVE_LEVELS,
-    CURVE_TOKENS,
-    ENOUGH_OUTPUTS,
-    PROBE,
-    PROBE_TOKENS,
-    can_keep_grams,
-    damage_passes,
-    evaluation_share,
-)
 from iobs.pruning.calibration.gram import WIDE
+from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.decisions.learning_rate import candidates
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.counts import LEVELS, under_pattern
+from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, row_step
+from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
@@ -43,12 +34,10 @@ from iobs.solvers.protocols import SolveCost, declared_cost
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
 _NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
 _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one input runs
-_TRIAL = 0.6  # a trial of one layer: the blocks behind it
+_FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
 _GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
 _UNFOLDED = 250  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
-_TRIED = 3  # points of a curve that are tried in the network, so that all rows are solved for
-_TRIAL_SAMPLES = 32  # of such a trial through one block
 _DAY = 24 * 3600  # seconds of solves that deserve a warning
 _MASTER_BYTES = 19  # of a weight in a step of the whole network: masters and masks, there and back
 
@@ -350,42 +339,36 @@ def _layers(
 
 
 def _allocation(work: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
-    """The error curves of all layers, with their trials, and the search."""
+    """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
+    solves = 0.0
+    weighted = recipe.curvature != "layer" and not recipe.reads_weights_only
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
-    criterion = "block" if allocation.criterion == "auto" and not work.whole else allocation.criterion
-    if criterion == "uniform":
+    if allocation.criterion == "uniform" and not weighted:
         return []
-    calibration = work.samples * (1 - work.held_out)
-    judges = int(evaluation_share(work.held_out) * calibration)
-    probe = max(1, min(PROBE, int(PROBE_TOKENS / work.length), judges))
-    shares = measured_shares(work.layers, work.blocks if criterion == "block" else 0)
-    by_damage = allocation.by_damage or criterion == "auto"
-    if criterion == "block":
-        trials = _TRIED * sum(shares) / max(1, work.blocks) * min(_TRIAL_SAMPLES, judges) / work.ranks
-    else:
-        trials = _TRIAL * damage_passes(len(work.layers), probe, round(calibration)) if by_damage else float(PROBE)
-    fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
-    whole_rows = _TRIED if by_damage or criterion == "block" else 0
-    tokens = min(work.positions, CURVE_TOKENS)
-    solves, grams = [], 0.0
-    for layer, share in zip(work.layers, shares, strict=True):
-        solve, rows = Solves(fast.for_layer(layer.name), prices), layer.shape[0] / layer.groups
-        few = solve.seconds(layer, rows=rows / row_step(layer.shape[0], layer.groups))
-        points = whole_rows * solve.seconds(layer) + (CURVE_LEVELS - whole_rows) * few
-        solves.append(share * points / min(work.ranks, CURVE_LEVELS))
-        grams += share * _gram_seconds(work, prices, layer, 1, tokens)
-    passes = (_passes_of_groups(work, prices) + _one_pass(work, prices)) * tokens / work.positions
-    curves = sum(solves) + grams + passes + trials * prices.forward * work.length
-    mean = curves / len(work.layers)
+    probe = min(PROBE, PROBE_TOKENS / work.length, work.samples * (1 - work.held_out)) / work.ranks
+    pieces = {"allocation": _FISHER_PASSES * prices.forward * work.length * probe}
+    if allocation.criterion != "uniform":
+        fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+        tokens, grams = min(work.positions, CURVE_TOKENS), 0.0
+        for layer in work.layers:
+            rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
+            solves += Solves(fast.for_layer(layer.name), prices).seconds(layer, rows=rows) * len(LEVELS)
+            grams += _gram_seconds(work, prices, layer, 1, tokens)
+        passes = (_passes_of_groups(work, prices) + _one_pass(work, prices)) * tokens / work.positions
+        pieces["allocation"] += solves / min(work.ranks, len(LEVELS)) + grams + passes
+    mean = pieces["allocation"] / len(work.layers)
     parts = [Part("error curves of layers", len(work.layers), mean, once=True, phases={"allocation": mean})]
-    searched = criterion == "evolve" or (
-        criterion == "auto"
+    share = EVALUATION_SHARE * (1 - work.held_out) + work.held_out
+    judges = min(PROBE, PROBE_TOKENS / work.length, share * work.samples)
+    searched = allocation.criterion == "search" or (
+        allocation.criterion == "auto"
+        and work.whole
         and not (fit and fit.network_steps)
         and can_keep_grams(tuple(work.layers))
-        and probe * work.length >= ENOUGH_OUTPUTS
+        and judges * work.length >= ENOUGH_OUTPUTS
     )
     if searched and allocation.generations:
-        move = 2 * sum(solves) / CURVE_LEVELS / len(work.layers) + probe * prices.forward * work.length
+        move = 2 * solves / len(LEVELS) / len(work.layers) + judges * prices.forward * work.length
         search = "moves of weights between layers"
         parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
     return parts

@@ -23,7 +23,7 @@ from iobs.errors import PatternError, ProblemError, is_a
 from iobs.pruning.samples.batches import Batch
 from iobs.solvers import Solver, require_known_solver
 
-Criterion = Literal["auto", "uniform", "error", "fisher", "block", "kl", "evolve"]
+Criterion = Literal["auto", "uniform", "fisher", "search"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 Schedule = Literal["constant", "cubic", "auto"]
 LossFunction = Callable[[nn.Module, Batch], Tensor]
@@ -78,24 +78,22 @@ class Allocation:
     """Sparsity per layer under one global count.
 
     Args:
-        criterion: "uniform": every layer has the same sparsity. The others weigh every layer's error curve. "error": by
-            the inverse of its output's energy. "fisher": by the mean squared gradient of the log-likelihood with
-            respect to its output. "block": by the error of its block's output when the layer alone is pruned, with one
-            block in memory at a time. "kl": by the divergences measured when the layer alone is pruned. "evolve":
-            starts from "kl" and moves weights between layers while the divergence of the whole network falls. "auto":
-            "evolve" where all Grams fit into memory, enough samples can judge, and no steps of the whole network
-            follow, block by block. Otherwise it is "kl". It is "uniform" where the pattern fixes the count of every
-            layer, and "block" where one block is in memory at a time.
+        criterion: "uniform": every layer has the same sparsity. "fisher": the sum of the damages of all layers, in nats
+            of the model's loss, is least. The damage of a layer is its squared output error, solved at a few
+            sparsities, weighted by the Fisher information of its rows. "search": starts from
+            "fisher" and moves weights between layers while the divergence of the whole network falls. "auto": "search"
+            where all Grams fit into memory, enough samples can judge, and no steps of the whole network follow, block
+            by block; otherwise "fisher". It is "uniform" where the pattern fixes the count of every layer.
         least: lowest sparsity of any layer.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
         bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; the last match wins.
-        generations: number of trials of "evolve"; with 0 "auto" does not search.
+        generations: number of trials of "search"; with 0 "auto" does not search.
 
     Raises:
         ProblemError: an unknown criterion, or bounds outside [0, 1).
     """
 
-    criterion: Criterion = "kl"
+    criterion: Criterion = "auto"
     least: float = 0.0
     most: float | None = None
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -112,16 +110,6 @@ class Allocation:
         if not all(is_a(Real, end) and 0 <= end < 1 for ends in ranges for end in ends):
             raise ProblemError(f"Bounds of an allocation are sparsities in [0, 1), got {ranges}.")
         require_count("generations", self.generations, 0)
-
-    @property
-    def by_damage(self) -> bool:
-        """True if layers are weighed by the loss of the network when each layer alone is pruned."""
-        return self.criterion in ("kl", "evolve")
-
-    @property
-    def by_block(self) -> bool:
-        """True if one block in memory at a time is enough."""
-        return self.criterion in ("uniform", "error", "block", "auto")
 
 
 def _is_pair(ends: object) -> bool:

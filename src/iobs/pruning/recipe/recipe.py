@@ -40,7 +40,7 @@ class Changes(TypedDict, total=False):
     damping: float
     allocation: str | Allocation
     target: TargetName
-    curvature: Literal["layer", "joint"]
+    curvature: Literal["layer", "fisher", "auto"]
     inputs: Literal["pruned", "dense"]
     rounds: int | Rounds
     finetune: FineTune | None
@@ -63,14 +63,15 @@ class Recipe:
             `CHITA(stages=15)`.
         refine: improves each layer's solution: "refit", "swap", a `Refinement`, or None.
         damping: added to the diagonal of each layer's Hessian, relative to the mean of this diagonal.
-        allocation: how sparsity is divided among the layers: "uniform", "error", "fisher", "block", "kl", "evolve",
-            "auto", or an `Allocation` with bounds.
+        allocation: how sparsity is divided among the layers: "uniform", "fisher", "search", "auto", or an
+            `Allocation` with bounds.
         target: the output that each layer should match. "layer": the output of its own current weights on its own
             inputs, as in the paper. "dense": the output of the layer in the dense model. "residual": as "dense", but a
             layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
             "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
-        curvature: the quadratic of each layer. "layer": the squared error of its output. "joint": half of each row's
-            weight is its Fisher information about the model's outputs. It matters where rows compete for entries.
+        curvature: the quadratic of each layer. "layer": the squared error of its output. "fisher": rows are weighted by
+            their Fisher information about the model's outputs. It matters where rows compete for entries. "auto":
+            "fisher" for models of text with an output at every position. Elsewhere it gains nothing, or loses (LOG.md).
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
@@ -92,7 +93,7 @@ class Recipe:
     damping: float = 0.01
     allocation: str | Allocation = "uniform"
     target: TargetName = "layer"
-    curvature: Literal["layer", "joint"] = "layer"
+    curvature: Literal["layer", "fisher", "auto"] = "layer"
     inputs: Literal["pruned", "dense"] = "pruned"
     rounds: Rounds = field(default_factory=Rounds)
     finetune: FineTune | None = None
@@ -321,7 +322,7 @@ def as_recipe(recipe: Recipe | str | Path) -> Recipe:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "target": get_args(TargetName),
-    "curvature": ("layer", "joint"),
+    "curvature": ("layer", "fisher", "auto"),
     "inputs": ("pruned", "dense"),
     "batch_norm": ("keep", "update"),
     "keep_zeros": (False, True),
@@ -343,11 +344,13 @@ PRESETS: dict[str, Recipe] = {
     "fast": Recipe(
         allocation=Allocation("auto", generations=0),
         target="residual",
+        curvature="auto",
         blocks=BlockFit(masks=1, steps=100, epochs=1.0),
     ),
     "best": Recipe(
         allocation="auto",
         target="residual",
+        curvature="auto",
         blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0, sampled="auto"),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),

@@ -29,6 +29,12 @@ def attended_count(model: nn.Module, batch: Batch) -> int:
     return size(batch) * positions(batch) if mask is None else int(mask.sum())
 
 
+def has_outputs_by_position(batch: Batch) -> bool:
+    """True if a model gives an output for every position of text; labels of samples say that it does not."""
+    labels = targets(batch)
+    return positions(batch) > 1 and (labels is None or labels.ndim > 1)
+
+
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
     """Drop padded positions: (samples, positions, channels) -> (count, channels). Other shapes are unchanged."""
     if mask is None or values.ndim != 3 or values.shape[:2] != mask.shape:

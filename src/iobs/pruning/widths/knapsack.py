@@ -1,22 +1,22 @@
-"""Widths of least effect on the loss under a limit of the cost."""
+"""One choice for every layer or site with the least sum of damages under a limit of the cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from iobs.errors import PatternError
 from iobs.pruning.widths.costs import CostModel, WidthBySite
 
-_BINS = 2000  # equal parts of the saving that the knapsack tells apart
+STEPS = 1 << 14  # cells of the table of the knapsack; costs are rounded up to them
 _CORRECTIONS = 12  # solutions with another limit, where the cost is not additive over sites
 
 
 @dataclass(frozen=True)
-class Choice:
+class WidthChoice:
     """One width for one site, or for several sites of equal width.
 
     Attributes:
@@ -34,7 +34,45 @@ class Choice:
         return dict.fromkeys(self.sites, width)
 
 
-def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
+def best_choices(costs: Sequence[Sequence[int]], effects: Sequence[Sequence[float]], total: int) -> list[int]:
+    """The index of the choice of every layer, by dynamic programming over the total.
+
+    Args:
+        costs: bits of every choice of every layer.
+        effects: effect on the model of every choice of every layer; effects of layers add up.
+        total: most bits of all layers together. Costs are rounded up to total / 2^14, so sums never exceed the total,
+            and the result is exact for totals of at most 2^14.
+
+    Returns:
+        The indices; the cheapest choices if even these exceed the total.
+    """
+    unit = max(1, -(-total // STEPS))
+    room = total // unit
+    best = np.zeros(room + 1)
+    chosen = []
+    for own, worth in zip(costs, effects, strict=True):
+        table, index = np.full(room + 1, np.inf), np.zeros(room + 1, dtype=np.int64)
+        for number, (cost, effect) in enumerate(zip(own, worth, strict=True)):
+            cells = -(-cost // unit)
+            if cells > room:
+                continue
+            trial = np.full(room + 1, np.inf)
+            trial[cells:] = best[: room + 1 - cells] + effect
+            better = trial < table
+            table[better], index[better] = trial[better], number
+        best = table
+        chosen.append(index)
+    if not np.isfinite(best[room]):
+        return [int(np.argmin(own)) for own in costs]
+    found, left = [], room
+    for own, index in zip(reversed(costs), reversed(chosen), strict=True):
+        number = int(index[left])
+        found.append(number)
+        left -= -(-own[number] // unit)
+    return found[::-1]
+
+
+def least_effect(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
     """Widths with the least sum of effects and a cost of at most `limit`.
 
     The savings of two sites add up unless one reads what the other writes. Where they do not add up, the saving that
@@ -61,7 +99,7 @@ def least_effect(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     return filled(choices, cost, limit, best)
 
 
-def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
+def require_reachable(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
     """Check that the smallest widths cost at most `limit`.
 
     Returns:
@@ -80,45 +118,33 @@ def require_reachable(choices: Sequence[Choice], cost: CostModel, limit: float) 
     return smallest
 
 
-def _effect(choices: Sequence[Choice], widths: WidthBySite) -> float:
+def _effect(choices: Sequence[WidthChoice], widths: WidthBySite) -> float:
     return sum(choice.effects[choice.widths.index(widths[choice.sites[0]])] for choice in choices)
 
 
-def _knapsack(choices: Sequence[Choice], cost: CostModel, others: WidthBySite, saving: float) -> dict[str, int]:
-    """Least effect with at least this saving, by dynamic programming; savings are measured beside `others`."""
-    best: NDArray[np.float64] = np.full(_BINS + 1, np.inf)
-    best[0] = 0.0
-    picks = []
+def _knapsack(choices: Sequence[WidthChoice], cost: CostModel, others: WidthBySite, saving: float) -> dict[str, int]:
+    """Least effect with at least this saving; costs are measured beside `others`."""
+    costs = []
     for choice in choices:
-        alone: Mapping[str, int] = {name: width for name, width in others.items() if name not in choice.sites}
-        dense = cost.of({**alone, **choice.at(choice.widths[-1])})
-        chosen, new = np.zeros(_BINS + 1, np.int64), np.full(_BINS + 1, np.inf)
-        source = np.zeros(_BINS + 1, np.int64)
-        for number, (width, effect) in enumerate(zip(choice.widths, choice.effects, strict=True)):
-            saved = max(0.0, dense - cost.of({**alone, **choice.at(width)}))
-            bins = min(_BINS, int(saved / saving * _BINS + 1e-6))
-            origin = np.arange(-bins, _BINS + 1 - bins)  # for every bin the bin before this choice
-            value = best + effect
-            origin[-1] = _BINS - np.argmin(value[::-1][: bins + 1])  # the last bin holds larger savings too
-            table = np.where(origin < 0, np.inf, value[origin])
-            better = table < new
-            new[better], chosen[better], source[better] = table[better], number, origin[better]
-        best = new
-        picks.append((chosen, source))
-    # Rounding down may leave the last bin out of reach.
-    at = _BINS if np.isfinite(best[_BINS]) else int(np.flatnonzero(np.isfinite(best))[-1])
-    found: dict[str, int] = {}
-    for choice, (chosen, source) in zip(reversed(choices), reversed(picks), strict=True):
-        found |= choice.at(choice.widths[chosen[at]])
-        at = int(source[at])
-    return found
+        alone = {name: width for name, width in others.items() if name not in choice.sites}
+        costs.append([cost.of({**alone, **choice.at(width)}) for width in choice.widths])
+    least = [min(of_choice) for of_choice in costs]
+    total = sum(of_choice[-1] - low for of_choice, low in zip(costs, least, strict=True)) - saving
+    beyond = [[value - low for value in of_choice] for of_choice, low in zip(costs, least, strict=True)]
+    unit = max(total, 1e-300) / STEPS
+    cells = [[math.ceil(value / unit - 1e-9) for value in part] for part in beyond]
+    picks = best_choices(cells, [choice.effects for choice in choices], STEPS)
+    widths: dict[str, int] = {}
+    for choice, pick in zip(choices, picks, strict=True):
+        widths |= choice.at(choice.widths[pick])
+    return widths
 
 
-def filled(choices: Sequence[Choice], cost: CostModel, limit: float, widths: dict[str, int]) -> dict[str, int]:
+def filled(choices: Sequence[WidthChoice], cost: CostModel, limit: float, widths: dict[str, int]) -> dict[str, int]:
     """Widen sites as far as the limit allows, the largest gain for its cost first."""
     widths = dict(widths)
     while True:
-        best: tuple[float, Choice, int] | None = None
+        best: tuple[float, WidthChoice, int] | None = None
         for choice in choices:
             at = choice.widths.index(widths[choice.sites[0]])
             if at + 1 == len(choice.widths):

@@ -9,8 +9,8 @@ from math import lcm
 from iobs.core.structured import Structured
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel
-from iobs.pruning.widths.curves import SiteCurve
-from iobs.pruning.widths.knapsack import Choice, filled, least_effect, require_reachable
+from iobs.pruning.widths.knapsack import WidthChoice, filled, least_effect, require_reachable
+from iobs.pruning.widths.readers import SiteCurve
 
 _ALIGNED = ("channels", "neurons")  # kinds of units that `multiple_of` aligns
 _MOST_WIDTHS = 160  # widths of one site that an allocation chooses from
@@ -40,7 +40,7 @@ def choices_of(
     tied: Sequence[Sequence[str]],
     curves: Mapping[str, SiteCurve] | None,
     offered: Mapping[str, Sequence[int]] | None = None,
-) -> list[Choice]:
+) -> list[WidthChoice]:
     """The widths to choose from and their effects; without curves the effect is the square of the removed share.
 
     Args:
@@ -62,13 +62,13 @@ def choices_of(
         def effect(width: int, family: list[Site] = family) -> float:
             if curves is None:
                 return sum((1 - width / site.count) ** 2 for site in family)
-            return sum(curves[site.name].effect(width) for site in family if site.name in curves)
+            return sum(curves[site.name].damage(width) for site in family if site.name in curves)
 
-        found.append(Choice(tuple(site.name for site in family), widths, tuple(map(effect, widths))))
+        found.append(WidthChoice(tuple(site.name for site in family), widths, tuple(map(effect, widths))))
     return found
 
 
-def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> dict[str, int]:
+def equal_shares(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
     """Widths of about the same share of units in all sites, the largest within the limit of the cost.
 
     Sites with few widths may get wider only together, and leave much of the limit unused. Then single sites get wider
@@ -96,7 +96,7 @@ def equal_shares(choices: Sequence[Choice], cost: CostModel, limit: float) -> di
     return found if cost.of(found) >= limit * (1 - _UNUSED) else filled(_near(choices, found), cost, limit, found)
 
 
-def _near(choices: Sequence[Choice], widths: Mapping[str, int]) -> list[Choice]:
+def _near(choices: Sequence[WidthChoice], widths: Mapping[str, int]) -> list[WidthChoice]:
     """The choices without the widths more than one step above the given ones, so that shares stay about equal."""
     ends = [choice.widths.index(widths[choice.sites[0]]) + 2 for choice in choices]
     return [
@@ -105,6 +105,6 @@ def _near(choices: Sequence[Choice], widths: Mapping[str, int]) -> list[Choice]:
     ]
 
 
-def chosen_widths(choices: Sequence[Choice], cost: CostModel, limit: float, equal: bool) -> dict[str, int]:
+def chosen_widths(choices: Sequence[WidthChoice], cost: CostModel, limit: float, equal: bool) -> dict[str, int]:
     """The width of every site with a cost of at most `limit`."""
     return equal_shares(choices, cost, limit) if equal else least_effect(choices, cost, limit)

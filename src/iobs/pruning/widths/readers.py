@@ -1,9 +1,9 @@
 """Layers that read units, as quadratics on the inputs of the dense model, and their joint quadratic.
 
-Removing a unit that several layers read costs the sum of their losses. Each loss is divided by the squared output of
-its layer, so that all layers count alike. The sum is one quadratic on the columns of all layers side by side. Its
-Hessian has one block for each layer, and each unit is one group of columns. Columns that belong to no unit of the site
-are always kept, and are eliminated beforehand. This leaves H_UU - H_UF H_FF^-1 H_FU for the columns U of units and F of
+Rows are weighted by the nats that their errors cost, so that all layers count in one currency. Removing a unit that
+several layers read costs the sum of their losses: one quadratic on the columns of all layers side by side. Its Hessian
+has one block for each layer, and each unit is one group of columns. Columns that belong to no unit of the site are
+always kept, and are eliminated beforehand. This leaves H_UU - H_UF H_FF^-1 H_FU for the columns U of units and F of
 others.
 """
 
@@ -19,6 +19,7 @@ from iobs.core.linalg import cholesky
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError
 from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.calibration.row_fisher import RowFisher
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.structure.units import Index
 from iobs.solvers.grouped.system import definite_factor, refitted
@@ -28,32 +29,31 @@ _RAISES = 5  # a failed factorisation raises the damping tenfold, at most this m
 
 
 @dataclass(frozen=True)
-class Solved:
-    """Weights (rows, columns) and bias (rows,) of a reader; the bias is None if the layer has none."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
 class ReaderProblem:
     """A layer that reads units, on its dense inputs.
 
     Attributes:
         layer: the layer.
-        problem: damped, with the dense weights as centre, float64.
-        mean: mean inputs (columns,), if the bias is free; otherwise None.
-        bias: of the dense layer, or None.
+        problem: damped, with the dense weights as centre, float64; its loss is in nats for one output of the model.
+        scale: (rows, 1) square roots of the weights of the rows.
+        mean: (columns,) mean inputs, if the bias is refitted; otherwise None.
     """
 
     layer: Layer
     problem: Quadratic
+    scale: Tensor
     mean: Tensor | None
-    bias: Tensor | None
 
     @classmethod
     def of(
-        cls, model: nn.Module, layer: Layer, statistics: Statistics, damping: float, bias: str | None
+        cls,
+        model: nn.Module,
+        layer: Layer,
+        statistics: Statistics,
+        *,
+        damping: float,
+        bias: bool,
+        fisher: RowFisher,
     ) -> ReaderProblem:
         """The problem of a layer.
 
@@ -62,30 +62,32 @@ class ReaderProblem:
             layer: the layer.
             statistics: of its inputs.
             damping: relative to the mean of the Hessian's diagonal; raised tenfold while the Hessian is indefinite.
-            bias: name of the bias that is refitted, or None.
+            bias: the bias is refitted.
+            fisher: prices of rows; a layer without a price costs one nat if it gives no output.
         """
         weight = layer.read(model).double()
-        free = bias is not None and statistics.calibration.means is not None
+        free = bias and statistics.calibration.means is not None
         gram = (statistics.centred if free else statistics).calibration
         hessian = _definite(gram.own[0].double(), max(damping, _LEAST_DAMPING))
+        prices = fisher.price(layer, gram)
+        if prices is None:
+            energy = float(((weight @ hessian) * weight).sum())
+            prices = torch.full((len(weight),), 1 / max(energy, 1e-30), dtype=torch.float64)
+        scale = (2 * prices.to(weight.device)).sqrt()[:, None]  # the loss of a quadratic has a factor 1/2
         mean = gram.means.own[0] if free and gram.means is not None else None
-        own = None if bias is None else model.get_parameter(bias).detach().clone()
-        return cls(layer, Quadratic.at(weight, hessian), mean, own)
+        return cls(layer, Quadratic.at(weight * scale, hessian), scale, mean)
 
     @property
     def energy(self) -> float:
-        """Squared output per input row."""
+        """Nats that the layer costs if it gives no output."""
         centre = self.problem.centre().double()
-        return float(((centre @ self.problem.matrix) * centre).sum())
+        return 0.5 * float(((centre @ self.problem.matrix) * centre).sum())
 
-    def on(self, kept: Tensor) -> Solved:
-        """Exact weights and bias on some columns, bool (columns,)."""
-        if bool(kept.all()):
-            return Solved(self.problem.centre(), self.bias)
-        weight = refitted(self.problem, torch.arange(len(kept)), kept).weight
-        if self.mean is None or self.bias is None:
-            return Solved(weight, self.bias)
-        return Solved(weight, self.bias.double() + (self.problem.centre().double() - weight.double()) @ self.mean)
+    def change(self, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Changes of weight (rows, columns) and bias (rows,) if only some columns, bool (columns,), are kept."""
+        weight = refitted(self.problem, torch.arange(len(kept)), kept).weight.double()
+        change = (weight - self.problem.centre().double()) / self.scale
+        return change, None if self.mean is None else -change @ self.mean
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,25 @@ class Part:
     reader: ReaderProblem
     columns: Index
     present: Tensor
+
+
+@dataclass(frozen=True)
+class SiteCurve:
+    """Damage to the model at every width of a site.
+
+    Attributes:
+        layer: the first reader.
+        damages: (units + 1,), nats for one output of the model after 0, 1, ... removals, with the readers refitted.
+        energy: damage if the readers give no output at all.
+    """
+
+    layer: Layer
+    damages: list[float]
+    energy: float
+
+    def damage(self, width: int) -> float:
+        """The damage with `width` units left."""
+        return self.damages[len(self.damages) - 1 - width]
 
 
 def _definite(gram: Tensor, damping: float) -> Tensor:
@@ -132,10 +153,8 @@ def joint_quadratic(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
     hessians, linears, labels = [], [], []
     for part in parts:
         hessian, linear = _of_units(part)
-        energy = part.reader.energy
-        scale = 1 / energy if energy > 0 else 1.0  # a layer without output costs nothing at any scale
-        hessians.append(hessian * scale)
-        linears.append(linear * scale)
+        hessians.append(hessian)
+        linears.append(linear)
         labels += [unit for unit, columns in enumerate(part.columns) for _ in columns]
     return Quadratic(_diagonal(hessians), _diagonal(linears)), torch.tensor(labels)
 

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.allocation.response import DAMAGE_LIMIT
 from iobs.pruning.calibration.losses import divergence, mean_loss
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.samples import batches
@@ -19,6 +18,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import class_axis, logits
 from iobs.pruning.samples.subsets import Samples
 
+DAMAGE_LIMIT = 100.0  # nats; a divergence above it, or NaN, says no more than that the network is destroyed
 _ENTROPY = 1.0  # nats that softened outputs have on average, or half of the most if there are few classes
 _TEMPERATURES = (1.0, 2.0, 4.0, 8.0)
 

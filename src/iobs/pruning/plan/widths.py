@@ -12,6 +12,7 @@ from iobs.core.structured import Structured
 from iobs.errors import ModelError, PatternError
 from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.unit_curves import Curves
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.structure.expected import can_copy
@@ -19,11 +20,10 @@ from iobs.pruning.structure.removal import take_biases
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import CostModel, Products
-from iobs.pruning.widths.curves import Curves, SiteCurve
-from iobs.pruning.widths.knapsack import Choice, require_reachable
+from iobs.pruning.widths.knapsack import WidthChoice, require_reachable
 from iobs.pruning.widths.latency import Latency, measure, narrowed, shares_of
 from iobs.pruning.widths.plan import choices_of, chosen_widths, possible_widths
-from iobs.pruning.widths.readers import joint_quadratic
+from iobs.pruning.widths.readers import SiteCurve, joint_quadratic
 from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve
 from iobs.solvers.grouped.system import kept_groups
@@ -89,7 +89,7 @@ def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list
     limit = (1 - pattern.sparsity) * cost.of({})
     plain = choices_of(every, pattern, work.request.tied, None, offered)
     require_reachable(plain, cost, limit)  # before the curves, which can take minutes
-    measuring = _curves(work)
+    measuring = Curves(work)
     curves = {} if equal else measuring.measured()
     choices = plain if equal else choices_of(every, pattern, work.request.tied, curves, offered)
     if latency is not None:
@@ -100,7 +100,7 @@ def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list
     return widths, [_record(curve, widths[name]) for name, curve in curves.items()], measuring
 
 
-def _note_uncounted(work: Workspace, choices: list[Choice], cost: CostModel, widths: dict[str, int]) -> None:
+def _note_uncounted(work: Workspace, choices: list[WidthChoice], cost: CostModel, widths: dict[str, int]) -> None:
     """Note the sites that keep all units because the samples that the cost is counted on do not call their layers."""
     for choice in choices:
         narrowest, *others = choice.widths
@@ -109,21 +109,6 @@ def _note_uncounted(work: Workspace, choices: list[Choice], cost: CostModel, wid
                 f"{', '.join(choice.sites)}: all units are kept, since no sample of the first calibration batch "
                 "reaches them, so their removal would save nothing of the cost."
             )
-
-
-def _curves(work: Workspace) -> Curves:
-    return Curves(
-        work.store.model,
-        work.request.sites,
-        work.biases,
-        work.chain,
-        work.fit,
-        work.heldout,
-        work.recipe.damping,
-        work.request.seed,
-        work.callbacks.on_measure,
-        work.checkpoint,
-    )
 
 
 def _chosen_units(work: Workspace, widths: dict[str, int], curves: Curves) -> dict[str, list[int]]:
@@ -162,7 +147,7 @@ class Timed:
     """
 
     sites: tuple[Site, ...]
-    choices: list[Choice]
+    choices: list[WidthChoice]
     latency: Latency
     equal: bool
 
@@ -227,13 +212,13 @@ def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str
 
 
 def _record(curve: SiteCurve, width: int) -> AllocationRecord:
-    count = len(curve.errors) - 1
+    count = len(curve.damages) - 1
     shown = sorted({round(count * step / 16) for step in range(16)} | {count - width})
     return AllocationRecord(
         name=curve.layer.name,
         shape=curve.layer.shape,
         sparsities=[removed / count for removed in reversed(shown)],
-        errors=[2 * curve.errors[removed] / max(curve.energy, 1e-30) for removed in reversed(shown)],
-        effects=[curve.effects[removed] for removed in reversed(shown)],
+        errors=[curve.damages[removed] / max(curve.energy, 1e-30) for removed in reversed(shown)],
+        effects=[curve.damages[removed] for removed in reversed(shown)],
         chosen=1 - width / count,
     )

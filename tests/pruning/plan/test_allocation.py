@@ -9,15 +9,10 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
-from iobs.pruning.allocation import measurements
-from iobs.pruning.allocation.counts import Curve, keep_ranges, optimal_counts, within_support
-from iobs.pruning.allocation.output_fisher import output_fisher
-from iobs.pruning.allocation.response import complete
-from iobs.pruning.allocation.sensitivity import damage_passes
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.network.selection import select
+from iobs.pruning.plan import curves
+from iobs.pruning.plan.counts import Curve, keep_ranges, optimal_counts, within_support
 from iobs.pruning.recipe import Allocation
-from iobs.pruning.samples.subsets import Samples
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
 
@@ -36,7 +31,7 @@ def test_optimal_counts_equal_brute_force(total):
     counts = optimal_counts(effects, total, ranges)
 
     def cost(keeps):
-        return sum(effects[layer].errors[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
+        return sum(effects[layer].damages[keep] for layer, keep in zip(LAYERS, keeps, strict=True))
 
     choices = itertools.product(*(range(layer.weights + 1) for layer in LAYERS))
     best = min(cost(keeps) for keeps in choices if sum(keeps) == total)
@@ -90,7 +85,7 @@ def network():
     return model, [torch.randn(50, 20, generator=generator) for _ in range(2)]
 
 
-@pytest.mark.parametrize("criterion", ["error", "fisher", "block", "kl", "evolve", "auto"])
+@pytest.mark.parametrize("criterion", ["fisher", "search", "auto"])
 def test_allocation_keeps_the_exact_global_count(network, criterion):
     model, data = network
     report = iobs.prune(
@@ -105,21 +100,19 @@ def test_allocation_keeps_the_exact_global_count(network, criterion):
     assert type(report).from_dict(report.as_dict()) == report
 
 
-def test_some_rows_of_a_layer_show_its_errors_where_no_trial_needs_all(monkeypatch):
+def test_some_rows_of_a_layer_show_its_errors(monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 600), nn.ReLU(), nn.Linear(600, 16))
     data = [torch.randn(200, 40) @ torch.randn(40, 40) for _ in range(2)]
     found = []
     for rows in (1024, 60):  # every row of the first layer, every tenth
-        monkeypatch.setattr(measurements, "CURVE_ROWS", rows)
-        report = iobs.prune(copy.deepcopy(model), data, 0.6, "one-shot", solver="sparsegpt", allocation="kl")
+        monkeypatch.setattr(curves, "CURVE_ROWS", rows)
+        report = iobs.prune(copy.deepcopy(model), data, 0.6, "one-shot", solver="sparsegpt", allocation="fisher")
         found.append([entry.errors for entry in report.allocation])
     (first, second), (sampled, same) = found
-    tried = [0, 3, 5, 6]  # densities with a trial, and all entries
     assert second == same
-    assert [sampled[place] for place in tried] == [first[place] for place in tried]
     assert sampled != first
-    assert sampled == pytest.approx(first, rel=0.15)
+    assert sampled == pytest.approx(first, rel=0.2)
 
 
 def test_allocation_spares_a_layer_that_overfits_calibration():
@@ -135,13 +128,13 @@ def test_allocation_spares_a_layer_that_overfits_calibration():
     others = torch.randn(2000, 30, generator=generator)
     dense = model(others).log_softmax(1).detach()
     found = {}
-    for allocation in ("uniform", "kl"):
+    for allocation in ("uniform", "fisher"):
         pruned = copy.deepcopy(model)
         report = iobs.prune(pruned, data, iobs.Unstructured(0.7), "one-shot", allocation=allocation)
         sparse = pruned(others).log_softmax(1).detach()
         found[allocation] = float((dense.exp() * (dense - sparse)).sum(1).mean())
     assert report.allocation[2].chosen < 0.7
-    assert found["kl"] < 0.9 * found["uniform"]
+    assert found["fisher"] < 0.9 * found["uniform"]
 
 
 @pytest.mark.parametrize("pattern", [iobs.NM(2, 4), iobs.Unstructured(0.5, per="row")])
@@ -153,27 +146,6 @@ def test_allocation_refuses_patterns_that_fix_every_layer(network, pattern):
     assert not report.allocation
 
 
-def test_output_fisher_of_a_linear_classifier_is_exact(network):
-    """The Fisher at the logits is diag(p) - p p^T; its trace over the classes is known."""
-    model = nn.Sequential(nn.Linear(6, 3))
-    layers = select(model).layers
-    data = Samples([torch.randn(300, 6)], [0])
-    found = output_fisher(model, layers, data, seed=0)[layers[0]]
-    probabilities = model(data.batches[0]).softmax(-1).detach()
-    expected = 0.5 * (1 - probabilities.square().sum(1)).mean() / 3
-    assert found == pytest.approx(float(expected), rel=0.1)  # 300 draws of a bounded variable
-
-
-def test_complete_gives_unmeasured_layers_the_typical_effect():
-    curves = {
-        layer: Curve([2, 8], [energy / 2, 0.0], energy) for layer, energy in zip(LAYERS, (1, 1, 0.5), strict=True)
-    }
-    known = {layer: curves[layer].times(weight) for layer, weight in zip(LAYERS, (2.0, 8.0), strict=False)}
-    effects = complete(known, curves)
-    assert effects[LAYERS[0]] == known[LAYERS[0]]
-    assert effects[LAYERS[2]] == Curve([2, 8], [2.0, 0.0], 4.0)
-
-
 class WithUnusedHead(nn.Module):
     def __init__(self):
         super().__init__()
@@ -183,9 +155,7 @@ class WithUnusedHead(nn.Module):
         return self.head(self.body(inputs).relu())
 
 
-@pytest.mark.parametrize(
-    "allocation", ["error", "kl", Allocation("evolve", generations=3)], ids=["error", "kl", "evolve"]
-)
+@pytest.mark.parametrize("allocation", ["fisher", Allocation("search", generations=3)], ids=["fisher", "search"])
 def test_allocation_leaves_out_layers_without_inputs(allocation):
     torch.manual_seed(0)
     model, data = WithUnusedHead(), [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
@@ -199,7 +169,7 @@ def test_allocation_leaves_out_layers_without_inputs(allocation):
 def test_allocation_of_one_layer_and_of_one_weight(model):
     torch.manual_seed(0)
     data = [(torch.randn(40, 12), torch.zeros(40, dtype=torch.long)) for _ in range(3)]
-    allocation = Allocation("evolve", generations=3)
+    allocation = Allocation("search", generations=3)
     report = iobs.prune(
         nn.Sequential(model), data, iobs.Unstructured(0.5), "one-shot", allocation=allocation, ignore=[]
     )
@@ -209,7 +179,7 @@ def test_allocation_of_one_layer_and_of_one_weight(model):
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])
 def test_allocation_ranges_of_equal_bounds_are_one_count(sparsity):
     layer = Layer("a", (9, 15))
-    fewest, most = keep_ranges(Allocation("kl", bounds={"a": (sparsity, sparsity)}), [layer], 0.9)[layer]
+    fewest, most = keep_ranges(Allocation("fisher", bounds={"a": (sparsity, sparsity)}), [layer], 0.9)[layer]
     assert fewest == most
     assert abs(fewest - 135 * (1 - sparsity)) < 1
 
@@ -226,7 +196,7 @@ class TwoHeads(nn.Module):
         return self.classes(hidden), self.box(hidden)
 
 
-@pytest.mark.parametrize("criterion", ["fisher", "kl", "evolve"])
+@pytest.mark.parametrize("criterion", ["fisher", "search"])
 def test_allocation_prunes_a_head_without_loss_moderately(criterion):
     torch.manual_seed(0)
     data = [torch.randn(50, 16) for _ in range(6)]
@@ -237,24 +207,19 @@ def test_allocation_prunes_a_head_without_loss_moderately(criterion):
     assert report.sparsity == 0.5
 
 
-@pytest.mark.parametrize("criterion", ["fisher", "kl"])
-def test_allocation_without_a_measured_effect_is_that_of_errors_with_a_note(criterion):
+def test_allocation_without_a_gradient_is_by_relative_errors_with_a_note():
     class Idle(nn.Sequential):
         def forward(self, inputs):
             return inputs + 0 * super().forward(inputs)
 
     torch.manual_seed(0)
     model, data = Idle(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), [torch.randn(50, 16) for _ in range(2)]
-    reports = [
-        iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", solver="sparsegpt", allocation=name)
-        for name in ("error", criterion)
-    ]
-    assert [row.asked for row in reports[0].audit] == [row.asked for row in reports[1].audit]
-    noted = [[note for note in one.notes if "No layer has an effect" in note] for one in reports]
-    assert noted == [[], [f'No layer has an effect that "{criterion}" measures: sparsities are by "error".']]
+    report = iobs.prune(model, data, 0.5, "one-shot", solver="sparsegpt", allocation="fisher")
+    assert [note for note in report.notes if "compared by relative error" in note]
+    assert all(row.effects == row.errors for row in report.allocation)
 
 
-@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+@pytest.mark.parametrize("criterion", ["fisher", "search"])
 def test_allocation_prunes_a_layer_of_little_effect_most(criterion):
     class Gated(nn.Module):
         def __init__(self):
@@ -279,7 +244,7 @@ def test_within_support_caps_counts_at_nonzero_entries():
 
 
 @pytest.mark.parametrize("keep_zeros", [True, False])
-@pytest.mark.parametrize("criterion", ["kl", "evolve"])
+@pytest.mark.parametrize("criterion", ["fisher", "search"])
 def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion, keep_zeros):
     model, data = network
     for allocation, sparsity in ((Allocation("uniform"), 0.8), (Allocation(criterion, generations=3), 0.85)):
@@ -287,32 +252,3 @@ def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion
         report = iobs.prune(model, data, iobs.Unstructured(sparsity), iobs.Recipe(), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_damage_passes_predicts_the_samples_of_the_trials(network, layers):
-    model, data = network
-    seen = 0
-
-    def count(module, args):
-        nonlocal seen
-        seen += len(args[0])
-
-    taken = {}
-    for criterion in ("error", "kl"):
-        fresh, seen = copy.deepcopy(model), 0
-        fresh.register_forward_pre_hook(count)
-        iobs.prune(
-            fresh,
-            data,
-            iobs.Unstructured(0.8),
-            "one-shot",
-            solver="sparsegpt",
-            allocation=criterion,
-            include=[str(2 * i) for i in range(layers)],
-        )
-        taken[criterion] = seen
-    judges = 18 + 10  # a fifth of the calibration samples, and the held-out samples
-    # Twice: the unchanged network and the outputs of the dense one; along a chain also its first inputs.
-    looked = damage_passes(layers, judges, 90) + (2 + (layers > 1)) * judges + 1  # one sample tells the size of outputs
-    assert taken["kl"] - taken["error"] == looked

@@ -1,7 +1,7 @@
 """Optimal counts: divide a global number of kept weights among the layers.
 
-Every layer l has a curve E_l(k), its output error with k kept weights, and u_l(k), the effect of this error on the
-loss. The allocation minimises sum_l u_l(k_l) subject to sum_l k_l = K, exactly, within bounds for every k_l.
+Every layer l has a curve u_l(k), the damage to the model with k kept weights. The allocation minimises sum_l u_l(k_l)
+subject to sum_l k_l = K, exactly, within bounds for every k_l.
 """
 
 from __future__ import annotations
@@ -18,68 +18,74 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
 from iobs.pruning.recipe import Allocation
 
+# Measured densities of a layer, relative to that of the whole model, and the greatest of them: at density 1 the damage
+# is zero.
+LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
+_DENSEST = 0.9
 _STEPS = 400  # points at which a curve is evaluated; counts between two points are possible
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Output error of one layer, or its effect on the model, at a few counts of kept entries.
+    """Damage of one layer at a few counts of kept entries.
 
     Args:
-        keeps: ascending counts; the last one is the number of nonzero entries, at which the error is 0.
-        errors: squared output error per input row, or effect; falling.
-        energy: squared output per input row of the dense layer: the error, or its effect, with no entries.
+        keeps: ascending counts.
+        damages: falling, in nats for one output of the model.
+        energy: damage with no entries.
     """
 
     keeps: list[int]
-    errors: list[float]
+    damages: list[float]
     energy: float
 
-    def at(self, keep: float) -> float:
-        """The error with `keep` entries, by interpolation of its logarithm.
+    @classmethod
+    def of(cls, points: Sequence[tuple[int, float]], energy: float) -> Curve:
+        """The curve through (count, damage), ascending."""
+        return cls([keep for keep, _ in points], [damage for _, damage in points], energy)
 
-        In the last piece, where the error falls to 0, the slope of the piece before continues, below a straight line.
+    def at(self, keep: float) -> float:
+        """The damage with `keep` entries, by interpolation of its logarithm.
+
+        In the last piece, where the damage falls to 0, the slope of the piece before continues, below a straight line.
         """
-        keeps, errors = self.keeps, self.errors
+        keeps, damages = self.keeps, self.damages
         if keep >= keeps[-1]:
-            return errors[-1]
+            return damages[-1]
         if len(keeps) == 1:
-            return self.energy + keep / keeps[0] * (errors[0] - self.energy)
+            return self.energy + keep / keeps[0] * (damages[0] - self.energy)
         index = next((i for i in range(1, len(keeps)) if keep <= keeps[i]), len(keeps) - 1)
         share = (keep - keeps[index - 1]) / (keeps[index] - keeps[index - 1])
-        low, high = errors[index - 1], errors[index]
+        low, high = damages[index - 1], damages[index]
         if min(low, high) <= 0:
             straight = max(0.0, low + share * (high - low))
-            if index < 2 or not 0 < low < errors[index - 2]:
+            if index < 2 or not 0 < low < damages[index - 2]:
                 return straight
-            # A straight line would overestimate the error of small layers, which are cheap to keep almost dense.
-            fall = (math.log(low) - math.log(errors[index - 2])) / (keeps[index - 1] - keeps[index - 2])
+            # A straight line would overestimate the damage of small layers, which are cheap to keep almost dense.
+            fall = (math.log(low) - math.log(damages[index - 2])) / (keeps[index - 1] - keeps[index - 2])
             return min(straight, low * math.exp(fall * (keep - keeps[index - 1])))
         return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
-    def times(self, weight: float) -> Curve:
-        """The curve with all errors multiplied by a weight."""
-        return Curve(self.keeps, [weight * error for error in self.errors], weight * self.energy)
+    def times(self, factor: float) -> Curve:
+        """The curve with all damages multiplied by a factor."""
+        return Curve(self.keeps, [factor * damage for damage in self.damages], factor * self.energy)
 
 
 def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
     """The allocation for a pattern: "auto" becomes "uniform" if the pattern fixes the count of every layer.
-
-    For a budget of bits it becomes "kl".
 
     Raises:
         PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
         ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
     """
     if isinstance(pattern, Budget):
-        if allocation.criterion not in ("auto", "kl") or allocation != Allocation(
-            allocation.criterion, generations=allocation.generations
-        ):
+        plain = Allocation(allocation.criterion, generations=allocation.generations)
+        if allocation.criterion not in ("auto", "fisher") or allocation != plain:
             raise PatternError(
-                "A budget of bits is divided by measured damages: it takes the allocation "
-                f'"auto" or "kl" without bounds, as the recipes "fast" and "best" have, got {allocation.criterion!r}.'
+                'A budget of bits is divided by the damage of each layer: it takes the allocation "auto" or "fisher" '
+                f'without bounds, as the recipes "fast" and "best" have, got {allocation.criterion!r}.'
             )
-        return replace(allocation, criterion="kl")
+        return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None
     if fixed and allocation.criterion not in ("auto", "uniform"):
         raise PatternError(
@@ -122,6 +128,11 @@ def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float
         # Equal bounds may enclose no whole number; then the count just above them is meant.
         found[layer] = fewest, max(math.floor(layer.weights * (1 - least) + 1e-9), fewest)
     return found
+
+
+def measured_densities(sparsity: float) -> list[float]:
+    """The densities at which each layer is measured for a sparsity of the whole model, ascending."""
+    return sorted({min(level * (1 - sparsity), _DENSEST) for level in LEVELS})
 
 
 def global_sparsity(pattern: Pattern) -> float | None:

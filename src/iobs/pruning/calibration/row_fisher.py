@@ -1,0 +1,359 @@
+"""Fisher information of the output rows of layers: one backward pass puts the errors of all layers on one scale.
+
+To second order, errors e_t of a layer's output at positions t cost the model 1/2 sum_t e_t^T F_t e_t nats of KL
+divergence. F_t = E[g_t g_t^T] is the Fisher information: g_t is the gradient of the log-likelihood at that output, for
+labels drawn from the model's own distribution. Its diagonal, summed over positions, gives each row a price. With it the
+quadratic of every layer is measured in nats of the model's loss, and layers, rows, zeros, bits and units compete.
+
+Matrices whose output no module returns, such as experts in one parameter, have their price from the gradient of the
+weight, G = sum_t g_t x_t^T: row i costs E[norm(G_i)^2] / E[norm(x_t)^2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import ProblemError, first_line, is_out_of_memory
+from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.network.calls import Args, Kwargs, after_calls
+from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.runtime.ranks import ALONE, Ranks
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import attended, attended_count, class_axis, logits, unpadded
+from iobs.pruning.samples.subsets import Samples
+
+# Samples and positions of text that are measured. On SmolLM2-135M 4,096 positions divide sparsity as 8,192 do; pictures
+# have one output each, and need more of them.
+PROBE, PROBE_TOKENS = 300, 8192
+# Share of the mean price that every row has at least, besides its own. Rows that a few samples leave without a gradient
+# would otherwise be free.
+_FLOOR = 0.1
+_WITHOUT = 'Take curvature="layer" and allocation="uniform".'
+
+
+@dataclass
+class RowFisher:
+    """Prices of the squared errors of output rows.
+
+    Attributes:
+        outputs: (rows,) float64 by layer, squared gradients at the outputs of modules, for one output of the model.
+        products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
+            model. They are prices times the squared norm of an input.
+    """
+
+    outputs: dict[Layer, Tensor] = field(default_factory=dict)
+    products: dict[Layer, Tensor] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """True if there is a price of any row."""
+        return bool(self.outputs or self.products)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The prices by a name for each, for a checkpoint."""
+        named = [("output", self.outputs), ("product", self.products)]
+        return {f"{kind} {layer.name}": rows for kind, prices in named for layer, rows in prices.items()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], layers: Sequence[Layer]) -> RowFisher:
+        """The prices of layers from the result of `tensors`."""
+
+        def prices(kind: str) -> dict[Layer, Tensor]:
+            return {layer: tensors[f"{kind} {layer.name}"] for layer in layers if f"{kind} {layer.name}" in tensors}
+
+        return cls(prices("output"), prices("product"))
+
+    def relative(self, layer: Layer) -> Tensor | None:
+        """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
+        prices = self.outputs.get(layer, self.products.get(layer))
+        return None if prices is None else (prices / prices.mean() + _FLOOR) / (1 + _FLOOR)
+
+    def price(self, layer: Layer, gram: Gram) -> Tensor | None:
+        """Nats that a unit of squared error costs in each row, (rows,) float64; None if they are not known.
+
+        Args:
+            layer: the layer.
+            gram: of its inputs; the error is the mean over these.
+        """
+        if layer in self.outputs:
+            prices = self.outputs[layer]
+        elif layer in self.products:
+            energy = float(gram.own.diagonal(dim1=1, dim2=2).sum(1).mean())
+            prices = self.products[layer] / max(energy, 1e-30)
+        else:
+            return None
+        return 0.5 * (prices + _FLOOR * prices.mean()) / (1 + _FLOOR)
+
+
+def row_fisher(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    chain: list[Block],
+    part: Samples,
+    *,
+    seed: int,
+    ranks: Ranks = ALONE,
+    residency: Residency | None = None,
+) -> RowFisher:
+    """Measure the prices of rows, with one block of the chain in memory at a time.
+
+    The forward pass keeps the input of every block. The backward pass computes each block again.
+
+    Args:
+        model: the dense model, in eval mode; its parameters need not ask for gradients.
+        layers: the layers to prune.
+        chain: blocks along which the model can be run; empty: the model is run as a whole.
+        part: samples; at most `PROBE` of them and `PROBE_TOKENS` tokens are used.
+        seed: of the drawn labels.
+        ranks: processes that share the samples.
+        residency: brings the blocks into memory, and keeps hidden states.
+
+    Raises:
+        ProblemError: the outputs of the model have no gradient.
+    """
+    share = ranks.share(part.first(PROBE, PROBE_TOKENS))
+    data = [piece for batch in share.batches for piece in batches.pieces(batch)]
+    generator = torch.Generator().manual_seed(seed + ranks.rank)
+    squares = _Squares(model, layers)
+    if chain:
+        _BlockwisePass(model, layers, chain, data, generator, squares, residency or Residency()).run()
+    else:
+        for batch in data:
+            squares.add(layers, partial(_likelihood_of, model, batch, generator))
+    return squares.result(sum(attended_count(model, batch) for batch in data), ranks)
+
+
+class _Squares:
+    """Sums of squared gradients by layer.
+
+    Args:
+        model: the model.
+        layers: the layers to prune. The gradient is taken at the output of the module of a called layer, and at the
+            weight of the others.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        self.model = model
+        sums = {layer: torch.zeros(layer.shape[0], dtype=torch.float64) for layer in layers}
+        self.outputs = {layer: rows for layer, rows in sums.items() if layer.is_called}
+        self.products = {layer: rows for layer, rows in sums.items() if not layer.is_called}
+
+    def add(
+        self, layers: Sequence[Layer], compute: Callable[[], Tensor], *inputs: Tensor, pull: Tensor | None = None
+    ) -> list[Tensor]:
+        """Add the squared gradients that a computation gives its layers.
+
+        Args:
+            layers: those that the computation may use.
+            compute: returns a tensor.
+            inputs: of the computation, tensors that ask for gradients.
+            pull: gradient of the computed tensor; None for a scalar.
+
+        Returns:
+            The gradients of the inputs.
+        """
+        calls: list[tuple[str, Tensor]] = []
+        by_path = {layer.path: layer for layer in layers if layer in self.outputs}
+        by_weight = [layer for layer in layers if layer in self.products]
+        stored = {layer.key: layer.stored(self.model) for layer in by_weight}
+        with _asking_for_gradients(stored.values()), torch.enable_grad():
+            with _recorded(self.model, {*by_path}, calls):
+                value = compute()
+            sources = [*inputs, *(output for _, output in calls), *stored.values()]
+            gradients: list[Tensor | None] = [None] * len(sources)
+            if value.requires_grad and sources:
+                try:
+                    gradients = list(torch.autograd.grad(value, sources, pull, allow_unused=True))
+                except RuntimeError as error:
+                    if is_out_of_memory(error):
+                        raise
+                    raise ProblemError(
+                        f"The model's outputs have no gradient ({first_line(error)}). {_WITHOUT}"
+                    ) from error
+        first, last = len(inputs), len(inputs) + len(calls)
+        for (path, output), gradient in zip(calls, gradients[first:last], strict=True):
+            if gradient is not None:
+                axis, module = output.ndim - 1, self.model.get_submodule(path)
+                if isinstance(module, CONVOLUTIONS):
+                    axis -= len(module.kernel_size)
+                rows = gradient.double().square().movedim(axis, -1).flatten(0, -2).sum(0)
+                self.outputs[by_path[path]] += rows.cpu()
+        of_parameter = dict(zip(stored, gradients[last:], strict=True))
+        for layer in by_weight:
+            gradient = of_parameter[layer.key]
+            if gradient is not None:
+                self.products[layer] += layer.matrix(gradient).double().square().sum(1).cpu()
+        return [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, gradients[:first], strict=True)
+        ]
+
+    def result(self, count: int, ranks: Ranks) -> RowFisher:
+        """The prices, from sums over `count` outputs of the model on this rank.
+
+        Layers without a finite gradient are left out.
+        """
+        total = torch.tensor(float(count), dtype=torch.float64)
+        for tensor in (total, *self.outputs.values(), *self.products.values()):
+            ranks.sum(tensor)
+
+        def usable(sums: dict[Layer, Tensor]) -> dict[Layer, Tensor]:
+            means = {layer: rows / total.clamp_min(1.0) for layer, rows in sums.items()}
+            return {layer: rows for layer, rows in means.items() if bool(rows.isfinite().all()) and bool(rows.any())}
+
+        return RowFisher(usable(self.outputs), usable(self.products))
+
+
+@dataclass
+class _BlockwisePass:
+    """A forward and a backward pass along the blocks of a model.
+
+    Args:
+        model: the model.
+        layers: the layers to prune.
+        chain: its blocks.
+        data: batches.
+        generator: draws the labels.
+        squares: takes the gradients.
+        residency: brings the blocks into memory, and keeps hidden states.
+    """
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    chain: list[Block]
+    data: list[Batch]
+    generator: torch.Generator
+    squares: _Squares
+    residency: Residency
+
+    def run(self) -> None:
+        """Run both passes."""
+        stream = Stream(self.model, self.data, self.chain, fetch=self.residency.fetch)
+        outside = [layer for layer in self.layers if stream.block_of(layer) is None]
+        inputs = self._inputs(stream)
+        pulls = []
+        for index, batch in enumerate(self.data):
+            hidden = self.residency.fetch(inputs[-1][index]).requires_grad_()
+            compute = partial(_likelihood_of, self.model, batch, self.generator, stream, index, hidden)
+            pulls.append(self._keep(len(self.chain), index, *self.squares.add(outside, compute, hidden)))
+        for stage in reversed(range(len(self.chain))):
+            inside = stream.layers_of(stage, self.layers)
+            self.residency.enter(stage)
+            for index in range(len(self.data)):
+                hidden = self.residency.fetch(inputs[stage][index]).requires_grad_()
+                compute = partial(_through, stream, stage, index, hidden)
+                pull = self.residency.fetch(pulls[index])
+                pulls[index] = self._keep(stage, index, *self.squares.add(inside, compute, hidden, pull=pull))
+            self.residency.release(stage)
+        for index in range(len(self.data)) if outside else ():
+            pull = self.residency.fetch(pulls[index])
+            self.squares.add(outside, partial(stream.entry, index), pull=pull)
+
+    @torch.no_grad()
+    def _inputs(self, stream: Stream) -> list[list[Tensor]]:
+        """The input of every block, by batch, and the output of the last one."""
+        inputs = []
+        for stage in range(BEFORE, len(self.chain)):
+            stream.keep = partial(self._keep, stage + 1)
+            self.residency.enter(stage)
+            stream.advance(stage)
+            self.residency.release(stage)
+            if stage == BEFORE and self.residency.arithmetic is not None:
+                stream.cast_arguments(self.residency.arithmetic)
+            inputs.append([*stream.hidden])
+        return inputs
+
+    def _keep(self, stage: int, index: int, hidden: Tensor) -> Tensor:
+        """Store what a batch has at the entry of a stage: its hidden state, and later the gradient of this state."""
+        dtype = self.residency.arithmetic
+        place = index * (len(self.chain) + 1) + stage
+        return self.residency.keep(place, hidden if dtype is None else hidden.to(dtype))
+
+
+def _through(stream: Stream, stage: int, index: int, hidden: Tensor) -> Tensor:
+    """A hidden state after one block, which may change its input in place."""
+    return stream.through([stage], index, hidden.clone())
+
+
+def _likelihood_of(
+    model: nn.Module,
+    batch: Batch,
+    generator: torch.Generator,
+    stream: Stream | None = None,
+    index: int = 0,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Sum of the log-likelihoods of drawn labels on a batch, a scalar.
+
+    Labels are drawn from the model's distribution; for outputs that are numbers, from normal errors of unit variance.
+
+    Args:
+        model: the model.
+        batch: of data.
+        generator: draws the labels.
+        stream: runs what comes after the last block; None: the whole model is run.
+        index: of the batch in the stream.
+        hidden: output of the last block.
+
+    Raises:
+        ProblemError: the outputs of the model have no gradient.
+    """
+    # A copy of the hidden state, which the model may change in place.
+    whole = stream is None or hidden is None
+    output = batches.forward(model, batch) if whole else stream.output(index, hidden.clone())  # type: ignore[union-attr]
+    scores = logits(output).float()
+    axis = class_axis(scores, batch)
+    if axis is None:
+        likelihood = (scores * torch.randn(scores.shape, generator=generator).to(scores.device)).sum()
+    else:
+        scores = scores.movedim(axis, -1)
+        logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
+        chances = logs.detach().exp().cpu()
+        chances = chances.masked_fill_(~chances.isfinite(), 1.0)  # padding; otherwise the sweep names the layer
+        drawn = torch.multinomial(chances, 1, generator=generator).to(logs.device)
+        drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
+        likelihood = unpadded(drawn_logs, attended(model, batch)).sum()
+    if not likelihood.requires_grad:
+        raise ProblemError(
+            f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
+        )
+    return likelihood
+
+
+@contextmanager
+def _asking_for_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which parameters ask for gradients."""
+    changed = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def _recorded(model: nn.Module, paths: set[str], calls: list[tuple[str, Tensor]]) -> Iterator[None]:
+    """Append the outputs of modules in forward passes, with their path, as tensors that ask for gradients."""
+
+    def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
+        if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
+            return output
+        if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
+            output = output.detach().requires_grad_()
+        calls.append((path, output))
+        return output.clone()  # later operations may change it in place
+
+    with after_calls(model, paths, record):
+        yield

@@ -1,0 +1,157 @@
+"""The planner: the pattern of every layer, so that the sum of the damages to the model is least.
+
+One backward pass prices the errors of rows (`calibration/row_fisher.py`). One sweep through the dense model solves each
+layer at a few densities (`curves.py`). Then zeros (`counts.py`), bits (`bits.py`) or whole units (`widths.py`) are
+divided. The cost is linear in the number of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from iobs.core.grids import BITS, Budget, on_grid_of
+from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.structured import Structured
+from iobs.pruning.layerwise.grids import solver_without_grid
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.bits import divide_bits
+from iobs.pruning.plan.counts import (
+    global_sparsity,
+    keep_ranges,
+    measured_densities,
+    optimal_counts,
+    total_kept,
+    under_pattern,
+    within_support,
+)
+from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, fit_and_evaluation
+from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, judges_of, output_count, search
+from iobs.pruning.plan.widths import allocate_widths
+from iobs.pruning.recipe import Allocation, as_allocation
+from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.workspace import Workspace
+from iobs.solvers.admm import ADMM
+
+
+def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer; for a non-uniform allocation also the measurements behind it.
+
+    Layers whose pattern a rule sets keep it; the others share the pattern of the run.
+
+    Raises:
+        PatternError: the bounds of the layers that receive input do not allow the sparsity, or they need more bits.
+    """
+    pattern = work.request.pattern
+    if isinstance(pattern, Structured):
+        # Of whole blocks and experts the layers that are refitted keep all columns.
+        return (dict(work.request.patterns), []) if pattern.whole else allocate_widths(work, pattern)
+    patterns = dict(work.request.patterns)
+    allocation = under_pattern(as_allocation(work.recipe.allocation), pattern)
+    layers = tuple(layer for layer, own in patterns.items() if own is pattern)
+    if allocation.criterion == "uniform" or not layers:
+        return patterns, []
+    if allocation.criterion == "auto" and not work.fisher.known and not isinstance(pattern, Budget):
+        return patterns, []
+    if isinstance(pattern, Budget):
+        plan, records = _bits(work, pattern, layers)
+    else:
+        plan, records = _zeros(work, pattern, allocation, layers)
+    return {**patterns, **plan}, records
+
+
+def _zeros(
+    work: Workspace, pattern: Pattern, allocation: Allocation, layers: tuple[Layer, ...]
+) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer under one count for all, and the measurements behind it."""
+    recipe = work.recipe
+    fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+    fast = fast.but(solver=solver_without_grid(fast.solver))  # curves are those of free values
+    sparsity = global_sparsity(pattern)
+    assert sparsity is not None, "under_pattern accepts no other pattern"
+
+    criterion, judges = _criterion(work, allocation, layers)
+
+    def planned() -> JsonObject:
+        ranges = keep_ranges(allocation, layers, sparsity)
+        densities = {FREE: measured_densities(sparsity)}
+        sweep = CurveSweep(
+            work,
+            layers,
+            work.fisher,
+            fast,
+            densities,
+            lambda bits, keep, layer: Unstructured(keep=keep),
+            tried=1 - sparsity,
+            statistics={} if criterion == "search" else None,
+        )
+        measured = sweep.curves()
+        curves = {layer: entry.curves[FREE] for layer, entry in measured.items()}
+        total = total_kept([*curves], sparsity)
+        ranges = within_support(curves, {layer: ranges[layer] for layer in curves}, total)
+        counts = optimal_counts(curves, total, ranges)
+        if criterion == "search":
+            counts = search(
+                work,
+                counts,
+                ranges={layer: ranges[layer] for layer, entry in measured.items() if entry.priced},
+                weight_at=sweep.weight_at,
+                judges=judges,
+                generations=allocation.generations,
+            )
+        records = [allocation_record_of(layer, curve, counts[layer]) for layer, curve in curves.items()]
+        keeps = {layer.name: keep for layer, keep in counts.items()}
+        return {"keeps": keeps, "records": [asdict(record) for record in records]}
+
+    values = work.remembered("allocation", planned)
+    # A layer that receives no input has no count and keeps the pattern of the run.
+    keeps = {layer: values["keeps"][layer.name] for layer in layers if layer.name in values["keeps"]}
+    plan = {layer: on_grid_of(pattern, Unstructured(keep=keep)) for layer, keep in keeps.items()}
+    return plan, [allocation_record(record) for record in values["records"]]
+
+
+def _criterion(work: Workspace, allocation: Allocation, layers: tuple[Layer, ...]) -> tuple[str, Samples]:
+    """The criterion that an allocation means on this model, and the samples that judge a search.
+
+    A search judges one-shot masks: before steps of the whole network its allocations lose (LOG.md).
+    """
+    _, evaluation = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
+    judges = judges_of(evaluation, work.fit)
+    if allocation.criterion != "auto":
+        return allocation.criterion, judges
+    blocks = work.decided.blocks
+    network_steps = bool(work.chain) and blocks is not None and blocks.network_steps > 0
+    possible = allocation.generations > 0 and work.store.whole and can_keep_grams(layers) and not network_steps
+    outputs = output_count(judges)
+    if possible and outputs >= ENOUGH_OUTPUTS:
+        work.note(f"Sparsities of layers: by a search, judged by {outputs} outputs.")
+        return "search", judges
+    work.note("Sparsities of layers: by their damages in nats, without a search.")
+    return "fisher", judges
+
+
+def _bits(
+    work: Workspace, budget: Budget, layers: tuple[Layer, ...]
+) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+    """The pattern of every layer under a budget of bits, and the measurements behind it."""
+
+    def planned() -> JsonObject:
+        chosen, records, tried = divide_bits(work, budget, layers)
+        choices = {layer.name: [*choice] for layer, choice in chosen.items()}
+        return {"choices": choices, "records": [asdict(record) for record in records], "tried": tried}
+
+    values = work.remembered("bits", planned)
+    choices = {layer: values["choices"][layer.name] for layer in layers if layer.name in values["choices"]}
+    counts = {bits: sum(chosen == bits for chosen, _ in choices.values()) for bits in BITS}
+    sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())
+    listed = ", ".join(f"{bits} bits in {count}" for bits, count in counts.items() if count)
+    if values["tried"]:
+        ranked = sorted(values["tried"].items(), key=lambda item: item[1])
+        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in ranked)
+        work.note(f"Divergence from the dense model on samples that no layer was solved for: {losses}.")
+    work.note(f"Bits of {len(choices)} layers: {listed}; {sparse} of them with zeros.")
+    # A layer that receives no input has no choice; it stays dense.
+    plan: dict[Layer, Pattern] = {
+        layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()
+    }
+    return plan, [allocation_record(record) for record in values["records"]]

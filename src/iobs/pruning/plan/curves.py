@@ -1,0 +1,267 @@
+"""Damage curves: nats that the model loses if one layer alone is pruned, by what the layer keeps.
+
+A sweep through the dense model gives the Gram of every layer. The layer is solved on it at a few densities, and its
+squared output errors are priced by the Fisher information of the rows. Errors on the samples that a layer was solved
+for are too small, so a part of the calibration samples measures them.
+
+Where a model gives one output for a sample, errors at many positions come together in it, and prices that add up
+squares can be wrong by a factor. There the damage of each layer is also measured once, at the density of the whole
+model, and scales its curve. The trials of all layers share a fixed number of samples: their cost is linear in depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, partial
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from iobs.core.patterns import Pattern
+from iobs.pruning.calibration.gram import Gram, Statistics
+from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
+from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
+from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.counts import Curve
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.report import AllocationRecord, JsonObject
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.workspace import Workspace
+
+FREE = 0  # in place of a number of bits: values that lie on no grid
+CURVE_ROWS = 1024  # least number of rows that stand for a layer; 32 rows cost a quarter of the gain at 70 % (LOG.md)
+CURVE_TOKENS = 65536  # most positions of text for curves
+POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
+EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
+
+TRIAL_SAMPLES = 3000  # of the trials of all layers together; a pass of each through the whole model
+_LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
+_MOST_CORRECTION = 1e3
+
+Choice = tuple[int, int]  # bits, or FREE, and number of kept entries
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """Damages of one layer.
+
+    Attributes:
+        curves: by bits, or FREE.
+        priced: True if the damages are in nats; otherwise they are relative errors, since no price is known.
+    """
+
+    curves: dict[int, Curve]
+    priced: bool
+
+    def values(self) -> JsonObject:
+        """JSON values."""
+        return {"curves": {str(bits): asdict(curve) for bits, curve in self.curves.items()}, "priced": self.priced}
+
+    @classmethod
+    def of(cls, values: JsonObject) -> LayerCurves:
+        """The curves with these values."""
+        curves = {int(bits): Curve(**curve) for bits, curve in values["curves"].items()}
+        return cls(curves, values["priced"])
+
+    def times(self, factor: float) -> LayerCurves:
+        """All curves multiplied by a factor."""
+        return LayerCurves({bits: curve.times(factor) for bits, curve in self.curves.items()}, self.priced)
+
+
+def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tuple[Samples, Samples]:
+    """Samples that layers are solved for, and samples that errors are measured on: the rest, and the held-out ones."""
+    fit, rest = split(calibration, EVALUATION_SHARE, seed)
+    return fit, Samples(rest.batches + heldout.batches, rest.numbers + heldout.numbers)
+
+
+def trial_answers(work: Workspace, samples: int) -> Samples:
+    """At most so many samples that no layer is solved for, with the outputs of the dense model.
+
+    None if they are too few to say anything, if the model gives an output at every position, or is not in memory.
+    """
+    if samples < _LEAST_TRIAL or not work.store.whole or work.by_position:
+        return Samples()
+    _, evaluation = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
+    judges = evaluation if evaluation.batches else work.fit
+    return answered(work.store.model, judges.first(min(samples, PROBE)))
+
+
+def row_step(rows: int, groups: int) -> int:
+    """Every how many-th row of a layer is solved for its curve; 1: all rows.
+
+    Rows have the same Hessian, so a thousand of them show the error of all.
+
+    Args:
+        rows: of the layer's matrix.
+        groups: of a convolution, which have Hessians of their own.
+    """
+    return 1 if groups > 1 else max(1, rows // CURVE_ROWS)
+
+
+@dataclass
+class CurveSweep:
+    """Measurement of layers in one sweep through the dense model.
+
+    Args:
+        work: state of the run; the model is dense.
+        layers: the layers to measure.
+        fisher: prices of the rows.
+        recipe: how a layer is solved.
+        densities: measured shares of entries, by bits, or FREE.
+        pattern: (bits, kept entries, layer) -> the pattern of the layer.
+        tried: density at which the damage is measured too, or None.
+        statistics: filled with the Grams of every layer, if they are kept; otherwise None.
+    """
+
+    work: Workspace
+    layers: tuple[Layer, ...]
+    fisher: RowFisher
+    recipe: Recipe
+    densities: Mapping[int, Sequence[float]]
+    pattern: Callable[[int, int, Layer], Pattern]
+    tried: float | None = None
+    statistics: dict[Layer, Statistics] | None = None
+
+    def curves(self) -> dict[Layer, LayerCurves]:
+        """The curves of all layers that receive input, in nats.
+
+        Layers that no gradient reaches have a typical price: the geometric mean of the energies of the others.
+        """
+        measured = dict(self._measured())
+        energies = [
+            next(iter(entry.curves.values())).energy for entry in measured.values() if entry.priced and entry.curves
+        ]
+        typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
+        if not energies:
+            self.work.note("No gradient of the model's outputs reaches a layer: layers are compared by relative error.")
+        return {layer: entry if entry.priced else entry.times(typical) for layer, entry in measured.items()}
+
+    def _measured(self) -> Iterator[tuple[Layer, LayerCurves]]:
+        work = self.work
+        parts = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
+        fit, evaluation = (part.first(part.samples, CURVE_TOKENS) for part in parts)
+        sweep = Sweep(
+            work.store.model,
+            fit,
+            evaluation,
+            self.layers,
+            work.chain,
+            moments=Moments(work.request.seed, POSITIONS),
+            ranks=current(),
+            residency=work.store,
+            changes=False,
+        )
+        done = 0
+        for group in sweep.groups():
+            statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
+            for layer in group.layers:
+                values = work.checkpoint.remembered(f"curves of {layer.name}", partial(self._curves, layer, statistics))
+                if self.statistics is not None:
+                    self.statistics[layer] = statistics()
+                done += 1
+                work.callbacks.on_measure("error curves of layers", done, len(self.layers))
+                yield layer, LayerCurves.of(values)
+
+    @torch.no_grad()
+    def weight_at(self, layer: Layer, keep: int) -> Tensor:
+        """The layer's weight (rows, columns) with `keep` entries, from its kept Grams."""
+        assert self.statistics is not None
+        return self._solved(layer, self.statistics[layer], layer.read(self.work.store.model), (FREE, keep), 1)
+
+    @torch.no_grad()
+    def _curves(self, layer: Layer, inputs: Callable[[], Statistics]) -> JsonObject:
+        """The values of the damages of one layer at all densities."""
+        statistics = inputs()
+        dense = layer.read(self.work.store.model)
+        gram = statistics.heldout or statistics.calibration
+        prices = self.fisher.price(layer, gram)
+        full = int(torch.count_nonzero(dense)) or layer.weights
+        step = row_step(layer.shape[0], layer.groups) if full == layer.weights else 1
+        rows = dense[::step]
+        energy = _damage(gram, dense, prices)
+        scale = (energy if prices is not None else 1.0) / max(_damage(gram, rows, _every(prices, step)), 1e-30)
+        wanted = [
+            (bits, max(1, round(density * layer.weights)))
+            for bits, densities in self.densities.items()
+            for density in sorted(densities)
+        ]
+        wanted = [(bits, keep) for bits, keep in dict.fromkeys(wanted) if bits != FREE or keep < full]
+        weights = current().each(
+            lambda place: self._solved(layer, statistics, rows, wanted[place], step), len(wanted), rows
+        )
+        points: dict[int, list[tuple[int, float]]] = {bits: [] for bits in self.densities}
+        for (bits, keep), weight in zip(wanted, weights, strict=True):
+            damage = scale * _damage(gram, weight - rows, _every(prices, step))
+            # A damage that grows with more entries is noise of the solver.
+            points[bits].append((keep, min([damage, *(before for _, before in points[bits])])))
+        if FREE in points:
+            points[FREE].append((full, 0.0))
+        energy = energy if prices is not None else 1.0
+        if self.tried is not None and self._answers.batches and prices is not None:
+            keep = max(1, round(self.tried * layer.weights))
+            curve = Curve.of(points[FREE], energy)
+            if keep < full and curve.at(keep) > 0:
+                weight = self._solved(layer, statistics, dense, (FREE, keep), 1)
+                factor = self._divergence(layer, weight) / curve.at(keep)
+                curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
+                return LayerCurves({FREE: curve}, True).values()
+        curves = {bits: Curve.of(values, energy) for bits, values in points.items()}
+        return LayerCurves(curves, prices is not None).values()
+
+    @cached_property
+    def _answers(self) -> Samples:
+        """Samples of the trials with the outputs of the dense model; none if the trials of all layers cost too much."""
+        return trial_answers(self.work, TRIAL_SAMPLES // len(self.layers))
+
+    def _divergence(self, layer: Layer, weight: Tensor) -> float:
+        """KL divergence in nats from the dense model to the model with another weight of one layer."""
+        model = self.work.store.model
+        kept = layer.read(model)
+        try:
+            layer.write(model, weight)
+            return mean_loss(model, self._answers, kl_to_answers)
+        finally:
+            layer.write(model, kept)
+
+    def _solved(self, layer: Layer, statistics: Statistics, rows: Tensor, choice: Choice, step: int) -> Tensor:
+        """Every step-th row of the layer's weight, pruned to the density of a choice."""
+        bits, keep = choice
+        if step > 1:
+            keep = max(1, round(keep * rows.numel() / layer.weights))
+            layer = replace(layer, shape=(len(rows), layer.shape[1]))
+        recipe = self.recipe.for_layer(layer.name)
+        importance = self.work.importance.get(layer)
+        importance = None if importance is None else importance[::step]
+        zeros = rows if recipe.keep_zeros else None
+        task = Task(layer, self.pattern(bits, keep, layer), rows, None, recipe, zeros, importance=importance)
+        return torch.cat([solution.weight for solution in solve_layer(task, statistics)])
+
+
+def _every(prices: Tensor | None, step: int) -> Tensor | None:
+    return None if prices is None else prices[::step]
+
+
+def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:
+    """The price of a change (rows, columns) of a layer's weight; without prices its squared output error."""
+    if prices is None:
+        return gram.energy(change)
+    scale = prices.sqrt().to(change.device, torch.promote_types(change.dtype, torch.float32))
+    return gram.energy(change * scale[:, None])
+
+
+def allocation_record_of(layer: Layer, curve: Curve, keep: int) -> AllocationRecord:
+    """The sparsity of a layer and its curve, for the report."""
+    return AllocationRecord(
+        name=layer.name,
+        shape=layer.shape,
+        sparsities=[1 - count / layer.weights for count in curve.keeps],
+        errors=[damage / max(curve.energy, 1e-30) for damage in curve.damages],
+        effects=curve.damages,
+        chosen=1 - keep / layer.weights,
+    )

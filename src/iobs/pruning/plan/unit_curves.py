@@ -1,0 +1,159 @@
+"""Damage of the width of every site, from one pass of greedy removal on the layers that read its units.
+
+Their rows are weighted by the Fisher information of the dense model, so that losses are nats of the model's loss. Units
+that are gone at all positions of a picture make errors that add up behind a pooling layer. So the divergence of the
+model is measured with some widths of one site alone, and corrects the losses. The trials of all sites share a fixed
+number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers
+from iobs.pruning.recipe import LossFunction
+from iobs.pruning.report import JsonObject
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.structure.units import Site
+from iobs.pruning.widths.readers import Part, ReaderProblem, SiteCurve, joint_quadratic
+from iobs.pruning.widths.softened import damage, softened, temperature_of
+from iobs.pruning.workspace import Workspace
+from iobs.solvers.grouped.removal import removal_path
+from iobs.solvers.grouped.system import GroupSystem
+
+LEVELS = (0.25, 0.5, 0.75, 0.9)  # removed shares of a site at which the divergence is measured
+
+
+@dataclass
+class Curves:
+    """Measurements of all sites of a dense model.
+
+    Args:
+        work: state of the run; the model is dense.
+
+    Attributes:
+        readers: problems of readers. Each holds a float64 Hessian, so a problem is dropped after the last use.
+    """
+
+    work: Workspace
+    readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, SiteCurve]:
+        """The curve of every site whose readers receive input, by its name.
+
+        Only the problems of sites that several layers read, or that share a reader, are kept for the choice of units.
+        """
+        sites, curves = self.work.request.sites, dict[str, SiteCurve]()
+        for layer in self.read(sites.sites):
+            for site in sites.of(layer):
+                if all(reader in self.readers for reader in sites.readers(site)):
+                    curves[site.name] = self._curve(site)
+                    if sites.single(site):
+                        del self.readers[layer]
+                    self.work.callbacks.on_measure("effects of widths", len(curves), len(sites.sites))
+        return curves
+
+    @torch.no_grad()
+    def read(self, sites: Iterable[Site]) -> Iterator[Layer]:
+        """Collect the problems of the readers of some sites, and name each layer once its problem is known."""
+        work = self.work
+        layers = dict.fromkeys(layer for site in sites for layer in work.request.sites.readers(site))
+        if not layers:
+            return
+        sweep = Sweep(
+            work.store.model,
+            work.fit.first(work.fit.samples, CURVE_TOKENS),
+            Samples([], []),
+            tuple(layers),
+            work.chain,
+            moments=Moments(work.request.seed, POSITIONS, means=True),
+        )
+        for group in sweep.groups():
+            statistics = group.statistics()
+            for layer in group.layers:
+                free = layer in work.biases
+                self.readers[layer] = ReaderProblem.of(
+                    work.store.model, layer, statistics, damping=work.recipe.damping, bias=free, fisher=work.fisher
+                )
+                yield layer
+
+    def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
+        """The readers of a site, after the removal of units of other sites."""
+        sites = self.work.request.sites
+        return tuple(
+            Part(self.readers[layer], sites.columns(site, layer), sites.mask(layer, removed))
+            for layer in sites.readers(site)
+        )
+
+    def _curve(self, site: Site) -> SiteCurve:
+        parts, sites = self.parts(site, {}), self.work.request.sites
+        reader = parts[0].reader
+        if sites.single(site):
+            problem, labels = reader.problem, sites.groups(reader.layer).labels(reader.layer.shape[1])
+        else:
+            problem, labels = joint_quadratic(parts)
+        path = removal_path(GroupSystem.of(problem, labels))
+        losses, count = [0.0, *path.losses], len(path.order)
+        tried = sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0})
+        if tried and self._answers.batches:
+
+            def measured() -> JsonObject:
+                return {"damages": [self._damage(site, parts, path.order[:removed]) for removed in tried]}
+
+            damages = self.work.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
+            points = [(losses[removed], value) for removed, value in zip(tried, damages, strict=True)]
+            losses = corrected(losses, points)
+        return SiteCurve(reader.layer, losses, sum(part.reader.energy for part in parts))
+
+    @cached_property
+    def _answers(self) -> Samples:
+        """Samples of the trials with the outputs of the dense model; none if the trials of all sites cost too much."""
+        samples = TRIAL_SAMPLES // (len(LEVELS) * len(self.work.request.sites.sites))
+        return trial_answers(self.work, samples)
+
+    @cached_property
+    def _loss(self) -> LossFunction:
+        return softened(temperature_of(self._answers))
+
+    def _damage(self, site: Site, parts: tuple[Part, ...], gone: list[int]) -> float:
+        """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
+        model, sites = self.work.store.model, self.work.request.sites
+        changed: list[tuple[Tensor, Tensor]] = []
+        try:
+            for part in parts:
+                layer = part.reader.layer
+                weight, bias = part.reader.change(sites.mask(layer, {site.name: gone}))
+                changed.append((layer.tensor(model), layer.tensor(model).clone()))
+                layer.write(model, layer.read(model).double() + weight)
+                if bias is not None:
+                    stored = model.get_parameter(self.work.biases[layer]).detach()
+                    changed.append((stored, stored.clone()))
+                    stored.add_(bias)
+            return damage(model, self._answers, self._loss)
+        finally:
+            for tensor, dense in changed:
+                tensor.copy_(dense)
+
+
+def corrected(losses: list[float], points: list[tuple[float, float]]) -> list[float]:
+    """Losses times a factor that is interpolated, over their logarithm, between measured (loss, damage).
+
+    The damages rise with the losses: a measured fall is noise.
+    """
+    values = np.maximum.accumulate(np.array(losses))
+    x, y = (np.array(side) for side in zip(*points, strict=True))
+    y = np.maximum.accumulate(y)
+    known, positive = (x > 0) & (y > 0), values > 0
+    if known.any():
+        x, factors = np.log(x[known]), np.log(y[known]) - np.log(x[known])
+        values[positive] *= np.exp(np.interp(np.log(values[positive]), x, factors))
+    return [float(value) for value in np.maximum.accumulate(values)]

@@ -1,0 +1,241 @@
+"""Prices of rows from one backward pass: against gradients by hand, along blocks, for layers of every kind."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import families
+import menagerie
+import pytest
+import torch
+from torch import nn
+
+import iobs
+from iobs import Unstructured
+from iobs.errors import ProblemError
+from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.gram import Gram, Statistics
+from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
+from iobs.pruning.layerwise.problem import Task, solve_layer, solve_together
+from iobs.pruning.network.layers import find_layers
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.samples.subsets import Samples
+
+
+def network(convolution=False):
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 8, 3, padding=1) if convolution else nn.Linear(6, 8)
+    last = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16 if convolution else 8, 4))
+    return nn.Sequential(first, last).eval()
+
+
+def data(convolution=False):
+    shape = (12, 3, 4, 4) if convolution else (12, 6)
+    return list(torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("convolution", [False, True])
+def test_prices_are_squared_gradients_at_outputs(convolution, frozen):
+    model, batches = network(convolution).requires_grad_(not frozen), data(convolution)
+    layer = find_layers(model)[0]
+    found = row_fisher(model, [layer], [], Samples.of(batches), seed=3)
+    assert all(parameter.requires_grad is not frozen for parameter in model.parameters())
+    generator, total = torch.Generator().manual_seed(3), 0.0
+    for batch in batches:
+        hidden = model[0](batch).detach().requires_grad_()
+        logs = model[1](hidden).log_softmax(-1)
+        labels = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+        (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), hidden)
+        total = total + gradient.double().square().movedim(1, -1).flatten(0, -2).sum(0)
+    torch.testing.assert_close(found.outputs[layer], total / 36, rtol=1e-5, atol=0)
+
+
+def text_classifier_by_position():
+    torch.manual_seed(0)
+    return menagerie.SmallTransformer(width=8, depth=2).eval(), menagerie.token_batches(2, 6, 6)
+
+
+def test_prices_of_text_are_squared_gradients_at_outputs():
+    model, batches = text_classifier_by_position()
+    layers = find_layers(model)
+    found = row_fisher(model, layers, [], Samples.of(batches), seed=3)
+    for layer in layers[-2:]:
+        generator, total, count = torch.Generator().manual_seed(3), 0.0, 0
+        for batch in batches:
+            outputs = []
+            hook = model.get_submodule(layer.path).register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
+            tokens = batch["input_ids"] if isinstance(batch, dict) else batch
+            tokens = tokens[0] if isinstance(tokens, (tuple, list)) else tokens
+            logs = model(tokens)
+            logs = getattr(logs, "logits", logs)
+            logs = logs.flatten(0, -2).log_softmax(-1)
+            hook.remove()
+            labels = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+            (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), outputs)
+            total, count = total + gradient.double().flatten(0, -2).square().sum(0), count + len(logs)
+        torch.testing.assert_close(found.outputs[layer], total / count, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_prices_along_the_blocks_are_those_of_the_whole_model(name):
+    model, batches = families.LANGUAGE_MODELS[name][0]().eval(), families.language_batches()
+    layers = find_layers(model)
+    with evaluating(model):
+        chain = exact_chain(model, batches, layers)
+        assert len(chain) > 1
+        whole, along = (row_fisher(model, layers, blocks, Samples.of(batches), seed=1) for blocks in ([], chain))
+    assert whole.outputs.keys() == along.outputs.keys()
+    assert whole.products.keys() == along.products.keys()
+    assert whole.outputs.keys() | whole.products.keys() == {*layers}
+    for layer in layers:
+        torch.testing.assert_close(whole.relative(layer), along.relative(layer), rtol=1e-3, atol=1e-6)
+
+
+def gram_of(layer, inputs):
+    gram = Gram.empty(layer, torch.device("cpu"), False)
+    gram.add(inputs[None])
+    gram.finish()
+    return gram
+
+
+def test_price_of_a_linear_classifier_is_the_trace_of_its_fisher_information():
+    """The Fisher information at the logits is diag(p) - p p^T; to second order the price gives the KL divergence."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(6, 3)), torch.randn(300, 6)
+    (layer,) = find_layers(model)
+    chances = model(inputs).softmax(-1).detach()
+    expected = 0.5 * (chances * (1 - chances)).mean(0)
+    price = row_fisher(model, [layer], [], Samples.of([inputs]), seed=0).price(layer, gram_of(layer, inputs))
+    torch.testing.assert_close(price.float(), expected, rtol=0.25, atol=0)  # 300 draws
+    change = 0.05 * torch.randn(3, 6)
+    with torch.no_grad():
+        model[0].weight.add_(change)
+        divergence = float((chances * (chances.log() - model(inputs).log_softmax(-1))).sum(1).mean())
+    damage = gram_of(layer, inputs).energy(change * price.sqrt()[:, None].float())
+    assert 0.5 < damage / divergence < 2  # the diagonal leaves out covariances of outputs
+
+
+def test_prices_have_names_for_a_checkpoint():
+    model = network()
+    layers = find_layers(model)
+    found = row_fisher(model, layers, [], Samples.of(data()), seed=0)
+    again = RowFisher.of(found.tensors(), layers)
+    for layer in layers:
+        assert torch.equal(found.relative(layer), again.relative(layer))
+        assert float(found.relative(layer).mean()) == pytest.approx(1.0)
+
+
+def test_recurrent_matrices_have_prices_and_unreached_layers_have_none():
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells, self.head, self.unused = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.cells(x)[0][:, -1])
+
+    model = Last().eval()
+    layers = find_layers(model)
+    found = row_fisher(model, layers, [], Samples.of([torch.randn(5, 12, 6)]), seed=0)
+    unpriced = [layer.name for layer in layers if found.relative(layer) is None]
+    assert unpriced == ["unused"]
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu()).detach()
+
+
+def test_a_model_without_gradients_is_refused_by_name_but_not_by_auto():
+    torch.manual_seed(0)
+    with pytest.raises(ProblemError, match=r"no gradient.*torch\.no_grad"):
+        iobs.prune(Detached(), data(), 0.5, "one-shot", allocation="fisher")
+    report = iobs.prune(Detached(), data(), 0.5, "one-shot", allocation="auto", curvature="fisher")
+    assert not report.allocation
+    assert any("no gradient" in note for note in report.notes)
+
+
+def enumerated(weight, hessian, rows, keep):
+    """The least weighted error over all masks of a layer, each with exact weights."""
+    least = torch.inf
+    for mask in combinations(range(weight.numel()), keep):
+        kept, error = torch.zeros(weight.numel(), dtype=torch.bool), 0.0
+        kept[list(mask)] = True
+        for row, dense, own in zip(rows, weight, kept.view(weight.shape), strict=True):
+            rest = dense * ~own
+            if own.any():  # the best change of the kept entries, given that the others become zero
+                rest = rest.clone()
+                rest[own] = -torch.linalg.solve(hessian[own][:, own], hessian[own][:, ~own] @ dense[~own])
+            error += float(row * (rest @ hessian @ rest))
+        least = min(least, error)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_weighted_error_of_the_rows_is_least(seed):
+    torch.manual_seed(seed)
+    inputs, weight = torch.randn(200, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    layer = find_layers(nn.Linear(3, 3))[0]
+    gram = Gram.empty(layer, torch.device("cpu"), False)
+    gram.add(inputs[None])
+    gram.finish()
+    rows = torch.tensor([0.1, 1.0, 1.9], dtype=torch.float64)
+    task = Task(layer, Unstructured(keep=4), weight, None, iobs.Recipe(solver="exact", damping=0.0), importance=rows)
+    least = enumerated(weight, gram.own[0], rows, 4)
+    for solutions in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
+        change = solutions[0].weight - weight
+        assert int(solutions[0].mask.sum()) == 4
+        assert bool((solutions[0].weight[~solutions[0].mask] == 0).all())
+        assert float((rows * ((change @ gram.own[0]) * change).sum(1)).sum()) == pytest.approx(least, rel=1e-9)
+    equal = solve_layer(replace(task, pattern=Unstructured(keep=1, per="row")), Statistics(gram))[0]
+    plain = solve_layer(replace(task, pattern=Unstructured(keep=1, per="row"), importance=None), Statistics(gram))[0]
+    assert torch.equal(equal.weight, plain.weight)  # rows that do not compete
+
+
+@pytest.mark.parametrize("solver", ["sparsegpt", "obr"])
+def test_rows_that_matter_more_keep_more_entries_on_a_grid(solver):
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(200, 16, dtype=torch.float64), torch.randn(4, 16, dtype=torch.float64)
+    layer = find_layers(nn.Linear(16, 4))[0]
+    gram = Gram.empty(layer, torch.device("cpu"), False)
+    gram.add(inputs[None])
+    gram.finish()
+    rows = torch.tensor([0.01, 0.01, 1.99, 1.99], dtype=torch.float64)
+    pattern = Unstructured(0.5) & iobs.Grid(4, 8)
+    task = Task(layer, pattern, weight, None, iobs.Recipe(solver=solver), importance=rows)
+    for (found,) in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
+        kept = found.mask.sum(1)
+        assert int(kept.sum()) == 32
+        assert int(kept[:2].max()) < int(kept[2:].min())
+        codes = found.weight / found.stats["scales"].repeat_interleave(8, 1)
+        torch.testing.assert_close(codes, codes.round())
+        assert float(codes.abs().max()) <= 7.01
+        assert not codes[~found.mask].any()
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+@pytest.mark.parametrize("convolution", [False, True])
+def test_zeros_are_exact_and_the_curvature_changes_the_result(convolution, recipe):
+    found = []
+    for curvature in ("layer", "fisher"):
+        model = network(convolution)
+        report = iobs.prune(model, data(convolution), 0.5, recipe, curvature=curvature)
+        assert report.zeros == sum(int((one.weight == 0).sum()) for one in (model[0], model[1][2]))
+        assert report.zeros == round(0.5 * report.weights)
+        found.append(model[0].weight.clone())
+    assert not torch.equal(*found)
+
+
+def test_a_language_model_with_padding_is_pruned():
+    model, batches = families.LANGUAGE_MODELS["llama"][0]().eval(), families.language_batches()
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, -2:] = 0
+    report = iobs.prune(model, batches, "2:4", "one-shot", curvature="fisher")
+    assert report.zeros == report.weights // 2
