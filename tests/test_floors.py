@@ -57,10 +57,7 @@ MODULES = {
         "cost",
         "blockwise",
         "algorithm",
-        "removable",
         "structured",
-        "whole",
-        "structured_plan",
         "driver",
     ],
     "optimize": [

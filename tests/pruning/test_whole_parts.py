@@ -26,12 +26,12 @@ from transformers import (
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
 from iobs.pruning.recipe.structured import STRUCTURED
-from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
-from iobs.pruning.structured_plan import planned_units
-from iobs.pruning.whole import experts
-from iobs.pruning.whole.blocks import Blocks
-from iobs.pruning.whole.experts import Experts
+from iobs.pruning.structured import experts
+from iobs.pruning.structured.blocks import Blocks
+from iobs.pruning.structured.experts import Experts
+from iobs.pruning.structured.plan import StructuredRequest
+from iobs.pruning.structured.run import plan_structured
 from iobs.report import read_report
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -150,7 +150,7 @@ def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
     candidates = []
     for gone in range(5):
         plain = copy.deepcopy(dense)
-        with Blocks.found(plain, text()[0]).without({"model.layers": [gone]}):
+        with Blocks.find(plain, text()[0]).without({"model.layers": [gone]}):
             candidates.append(gap(plain, dense))
     assert gap(model, dense) < min(candidates)
 
@@ -176,7 +176,7 @@ def test_plan_says_what_a_run_removes(units, share):
     model = llama(3) if units == "blocks" else built(MIXTURES["olmoe"]())
     before = copy.deepcopy(model.state_dict())
     pattern = iobs.Structured(share, units=units)
-    plan = planned_units(Store(model), text(), Asked(pattern, STRUCTURED["one-shot"], None, None, 0.1, 0, None))
+    plan = plan_structured(Store(model), text(), StructuredRequest(pattern, STRUCTURED["one-shot"]))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     report = iobs.prune(model, text(), pattern, "one-shot")
     assert [(one.name, one.count, one.kept) for one in plan.units] == [
@@ -207,15 +207,18 @@ def mixture_after_a_dense_block():
 
 
 def test_a_block_that_the_class_needs_at_its_place_stays():
-    parts = Blocks.found(mixture_after_a_dense_block(), text()[0])
-    assert parts.chosen(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
+    parts = Blocks.find(mixture_after_a_dense_block(), text()[0])
+    assert parts.choose(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
 
 
 def test_blocks_that_the_class_cannot_lose_are_refused_before_the_refit(monkeypatch):
-    narrower = Blocks._narrower
-    monkeypatch.setattr(Blocks, "_narrower", lambda self, gone: narrower(self, [0]) if 2 not in gone else object())
-    monkeypatch.setattr("iobs.pruning.whole.run._Damage", lambda *_: iter([0.0, 1.0, 2.0, 0.0, 1.0]).__next__)
-    monkeypatch.setattr("iobs.pruning.whole.run.run", lambda *_, **__: pytest.fail("work was done"))
+    narrower = Blocks._shorter_config
+    monkeypatch.setattr(
+        Blocks, "_shorter_config", lambda self, gone: narrower(self, [0]) if 2 not in gone else object()
+    )
+    damages = iter([0.0, 1.0, 2.0, 0.0, 1.0])
+    monkeypatch.setattr("iobs.pruning.structured.shortening._Damage", lambda *_: damages.__next__)
+    monkeypatch.setattr("iobs.pruning.structured.shortening.run", lambda *_, **__: pytest.fail("work was done"))
     monkeypatch.setattr(Blocks, "_can_lose", lambda *_: False)
     with pytest.raises(ModelError, match="cannot be built with 2 blocks"):
         iobs.prune(mixture_after_a_dense_block(), text(), iobs.Structured(0.34, units="blocks"), "one-shot")
@@ -238,7 +241,7 @@ def test_parts_with_names_are_no_blocks():
     torch.manual_seed(0)
     head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
     model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
-    stacks = Blocks.found(model, torch.randn(40, 8)).stacks
+    stacks = Blocks.find(model, torch.randn(40, 8)).lists
     assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
     model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
     iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
@@ -274,8 +277,8 @@ def test_fewer_experts_are_loaded_unpatched(name, tmp_path):
 
 def test_one_expert_is_chosen_as_brute_force_does():
     model = built(MIXTURES["mixtral"]())
-    parts = Experts.found(model, text())
-    stack = parts.stacks[0]
+    parts = Experts.find(model, text())
+    stack = parts.lists[0]
     module, given = model.get_submodule(stack.path), parts.inputs[stack.path]
     with torch.no_grad():
         dense = module(given)
@@ -287,7 +290,7 @@ def test_one_expert_is_chosen_as_brute_force_does():
             values = values / values.sum(-1, keepdim=True)
             found = module.experts(given[:, 0], index, values)
             errors[gone] = float((found - dense[:, 0]).double().square().sum())
-    chosen = parts.chosen(5, lambda: 0.0)[stack.path]
+    chosen = parts.choose(5, lambda: 0.0)[stack.path]
     assert chosen == [min(errors, key=errors.get)]
     assert parts.errors[stack.path] == pytest.approx(
         min(errors.values()) / float(dense.double().square().sum()), rel=1e-4
@@ -302,15 +305,15 @@ def test_costs_of_texts_of_several_lengths_are_noted():
 
 def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_others():
     model = built(MIXTURES["mixtral"]())
-    parts = Experts.found(model, text())
-    mixture = model.get_submodule(parts.stacks[0].path)
+    mixture = model.get_submodule(Experts.find(model, text()).lists[0].path)
     mixture.num_shared_experts, mixture.num_routed_experts = 6, 6
-    with parts.without({stack.path: [1, 2] for stack in parts.stacks}):
+    parts = Experts.find(model, text())
+    with parts.without({stack.path: [1, 2] for stack in parts.lists}):
         assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
 
 
-PLACES = ("Expected.of", "_require_loadable", "seconds_of")  # before `finish` and after it
-IN_THE_LONG_SET = {("blocks", "Expected.of"), ("experts", "_require_loadable")}
+PLACES = ("shortening.Expected.of", "shortening.require_rebuilt", "run._seconds")  # before `finish` and after it
+IN_THE_LONG_SET = {("blocks", "shortening.Expected.of"), ("experts", "shortening.require_rebuilt")}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,7 @@ def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
         raise KeyboardInterrupt
 
     told = model.config.to_dict()
-    monkeypatch.setattr(f"iobs.pruning.whole.run.{fails}", fail)
+    monkeypatch.setattr(f"iobs.pruning.structured.{fails}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
     after = model.state_dict()
@@ -362,7 +365,7 @@ def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch)
     model = built(MIXTURES["mixtral"]())
     layer = model.model.layers[1]
     monkeypatch.setattr(layer, "forward", lambda hidden, **kwargs: hidden)
-    monkeypatch.setattr(Experts, "chosen", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(Experts, "choose", lambda *_: pytest.fail("work was done"))
     with pytest.raises(LayerSelectionError, match=r"No calibration sample calls the mixture model\.layers\.1\.mlp"):
         iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
 
@@ -420,8 +423,8 @@ def test_experts_are_judged_without_padding():
     model, (batch, *_) = built(MIXTURES["mixtral"]()), text()
     mask = torch.ones_like(batch["input_ids"])
     mask[:, 12:] = 0
-    short = Experts.found(model, [{"input_ids": batch["input_ids"][:, :12]}])
-    padded = Experts.found(model, [{**batch, "attention_mask": mask}])
+    short = Experts.find(model, [{"input_ids": batch["input_ids"][:, :12]}])
+    padded = Experts.find(model, [{**batch, "attention_mask": mask}])
     for path, given in short.inputs.items():
         torch.testing.assert_close(padded.inputs[path], given)
 

@@ -28,10 +28,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     cost         time and memory that a run will take
     blockwise    stores of models of which one or two blocks are on the device at a time
     algorithm    Algorithm 2: the loop over rounds and layers
-    removable    units that a run may remove, found and checked before any of its work
-    structured   iobs.prune for units: the loop on the layers that read them, then their removal
-    whole        iobs.prune for blocks and experts: their choice, their removal, the refit of what follows
-    structured_plan  what a run that removes units would do, without removing any
+    structured   iobs.prune for units: one path of check, choice, solution and removal, or the plan alone
     driver       iobs.prune
 """
 

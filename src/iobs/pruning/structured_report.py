@@ -1,4 +1,4 @@
-"""Report of a run that removed whole units: widths and costs before and after."""
+"""The report of a run that removed whole units: widths and costs before and after."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from torch.nn.utils.parametrizations import weight_norm
 import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.traced_batches import shortened, traced_batches
-from iobs.pruning.structured_plan import planned_units
+from iobs.pruning.structured.plan import StructuredRequest
+from iobs.pruning.structured.run import plan_structured
 
 ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()
 
@@ -36,8 +36,8 @@ class Body(nn.Module):
 
 
 def plan(model, data=(ROWS,)):
-    asked = Asked(iobs.Structured(0.3), Recipe.preset("one-shot"), None, None, 0.1, 0, None)
-    found = planned_units(Store(model.eval()), list(data), asked)
+    request = StructuredRequest(iobs.Structured(0.3), Recipe.preset("one-shot"))
+    found = plan_structured(Store(model.eval()), list(data), request)
     return [(one.name, one.layers, one.count) for one in found.units], found.notes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from iobs.pruning.network.layers import joined
 
-Kind: TypeAlias = Literal["channels", "neurons", "heads"]
+Kind: TypeAlias = Literal["channels", "neurons", "heads", "experts"]
 Index: TypeAlias = tuple[tuple[int, ...], ...]  # of every unit: positions along one axis of a parameter
 
 
@@ -128,7 +128,7 @@ class Site:
     @property
     def count(self) -> int:
         """Number of units."""
-        return len(self.readers[0].weight.index)
+        return len(self.slices[0].index)
 
     @property
     def reader(self) -> str:

@@ -16,7 +16,7 @@ from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
-from iobs.pruning.structure.expected import LARGEST_GAP, largest, largest_gap, rounding
+from iobs.pruning.structure.equality import LARGEST_GAP, relative_gap, rounding
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
@@ -59,7 +59,7 @@ def verify(model: nn.Module, given: Sequence[batches.Batch], sites: Sequence[Sit
     found: dict[str, Site] = {}
     refused = {}
     for group in alike.values():
-        attributes = _attributes(model, group[0], calls[group[0].owner])
+        attributes = _counting_attributes(model, group[0], calls[group[0].owner])
         for site in group:
             if isinstance(attributes, str):
                 refused[site.name] = attributes
@@ -101,98 +101,85 @@ def _around(path: str) -> list[str]:
     return [".".join(names[:length]) for length in range(len(names), -1, -1)]
 
 
-@dataclass(frozen=True)
 class _Trial:
     """A copy of a module, and what it gives without the odd units, and without the even units.
 
     Every unit is absent once. A part that needs a unit, such as the largest value of all units, shows itself.
 
     Args:
-        dense: the copy, in the dtype asked for unless its code needs its own.
-        given: arguments of a call.
-        tolerance: largest relative difference of outputs.
-        cases: kept units and the outputs with zero columns for the others.
+        owner: the module; its copy is in the dtype asked for unless its code needs its own.
+        site: with paths inside the module.
+        arguments: of a call.
+        dtype: float32 or float64.
     """
 
-    dense: nn.Module
-    given: Arguments
-    tolerance: float
-    cases: tuple[tuple[list[int], list[Tensor]], ...]
-
-    @classmethod
-    def of(cls, owner: nn.Module, site: Site, given: Arguments, dtype: torch.dtype) -> _Trial:
-        """The trial of a site with paths inside its owner; raises what the copy raises."""
+    def __init__(self, owner: nn.Module, site: Site, arguments: Arguments, dtype: torch.dtype) -> None:
         try:
-            dense = _visible(copy.deepcopy(owner).to(dtype))
-            return cls._in(dense, site, cast(Arguments, _in_dtype(given, dtype)), _TOLERANCE)
+            self._call_wide(copy.deepcopy(owner).to(dtype), site, cast(Arguments, _in_dtype(arguments, dtype)))
+            self.tolerance = _TOLERANCE
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
-        dense = _visible(copy.deepcopy(owner))
-        return cls._in(dense, site, given, max(_TOLERANCE, rounding(dense)))
+            self._call_wide(copy.deepcopy(owner), site, arguments)
+            self.tolerance = max(_TOLERANCE, rounding(owner))
 
-    @classmethod
-    def _in(cls, dense: nn.Module, site: Site, given: Arguments, tolerance: float) -> _Trial:
-        cases = []
+    def _call_wide(self, dense: nn.Module, site: Site, arguments: Arguments) -> None:
+        """Keep the copy, the units to keep and the outputs with zero columns for the others."""
+        self.dense, self.arguments = _visible(dense), arguments
+        self.cases: list[tuple[list[int], list[Tensor]]] = []
         for start in (0, 1):
             keep = [*range(start, site.count, 2)]
             zeroed = copy.deepcopy(dense)
             zero_columns(zeroed, site, keep)
-            cases.append((keep, _outputs(zeroed, given)))
-        return cls(dense, given, tolerance, tuple(cases))
+            self.cases.append((keep, _outputs(zeroed, arguments)))
 
-    def difference(self, site: Site) -> float:
-        """The first relative difference of outputs above the tolerance, otherwise the last; of the narrower module."""
-        found = 0.0
+    def gap(self, site: Site) -> float:
+        """The first relative gap of outputs above the tolerance, otherwise the last; of the narrower module."""
+        gap = 0.0
         for keep, expected in self.cases:
             narrow = copy.deepcopy(self.dense)
             remove(narrow, [site], {site.name: keep})
-            found = _difference(expected, _outputs(narrow, self.given))
-            if not found <= self.tolerance:
+            gap = relative_gap(expected, _outputs(narrow, self.arguments))
+            if not gap <= self.tolerance:
                 break
-        return found
+        return gap
 
 
-def _attributes(model: nn.Module, site: Site, given: Arguments) -> tuple[Attribute, ...] | str:
+def _counting_attributes(model: nn.Module, site: Site, arguments: Arguments) -> tuple[Attribute, ...] | str:
     """The attributes whose change makes the check pass, or the reason why no change does.
 
     Deep networks may amplify the rounding of float32. A small difference is therefore measured again in float64.
     """
-    passing, reason, least = _passing(model, site, given, torch.float32)
-    if passing is None and least < LARGEST_GAP:
-        passing, _, _ = _passing(model, site, given, torch.float64)
-    return reason if passing is None else passing
-
-
-def _passing(
-    model: nn.Module, site: Site, given: Arguments, dtype: torch.dtype
-) -> tuple[tuple[Attribute, ...] | None, str, float]:
-    """The attributes that pass in a dtype; otherwise the last reason and the least difference of outputs."""
-    owner = model.get_submodule(site.owner)
-    kind, reason, least = type(owner).__name__, "", float("inf")
-    with evaluating(owner):
-        try:
-            trial = _Trial.of(owner, site.inside(), given, dtype)
-        except batches.REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            return None, f"a copy of the {kind} fails: {first_line(error)}", least
-        for attributes in _combinations(_candidates(model, site)):
+    owner, reason = model.get_submodule(site.owner), ""
+    kind = type(owner).__name__
+    for dtype in (torch.float32, torch.float64):
+        least, why = float("inf"), ""
+        with evaluating(owner):
             try:
-                difference = trial.difference(replace(site, attributes=attributes).inside())
+                trial = _Trial(owner, site.inside(), arguments, dtype)
             except batches.REFUSALS as error:
                 if is_out_of_memory(error):
                     raise
-                reason = reason or (
-                    f"the narrower {kind} fails ({first_line(error)}): "
-                    "its code, or a tensor that is no parameter, keeps the full width"
-                )
-                continue
-            if difference <= trial.tolerance:
-                return attributes, "", difference
-            least = min(least, difference)
-            reason = f"the narrower {kind} gives other outputs (relative difference {difference:.1e})"
-    return None, reason, least
+                return reason or f"a copy of the {kind} fails: {first_line(error)}"
+            for attributes in _combinations(_candidates(model, site)):
+                try:
+                    gap = trial.gap(replace(site, attributes=attributes).inside())
+                except batches.REFUSALS as error:
+                    if is_out_of_memory(error):
+                        raise
+                    why = why or (
+                        f"the narrower {kind} fails ({first_line(error)}): "
+                        "its code, or a tensor that is no parameter, keeps the full width"
+                    )
+                    continue
+                if gap <= trial.tolerance:
+                    return attributes
+                least = min(least, gap)
+                why = f"the narrower {kind} gives other outputs (relative difference {gap:.1e})"
+        reason = reason or why
+        if not least < LARGEST_GAP:
+            break
+    return reason
 
 
 def _visible(module: nn.Module) -> nn.Module:
@@ -219,21 +206,6 @@ def _in_dtype(value: object, dtype: torch.dtype) -> object:
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_in_dtype(one, dtype) for one in value)
     return [_in_dtype(one, dtype) for one in value] if type(value) is list else value
-
-
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Largest difference, relative to the largest expected value; infinite for other shapes.
-
-    Outputs with fewer entries along one dimension, such as the attention maps of all heads, show the units themselves
-    and are not compared. The first output always is.
-    """
-    if len(expected) != len(found) or any(
-        a.ndim != b.ndim or sum(i != j for i, j in zip(a.shape, b.shape, strict=True)) > (number > 0)
-        for number, (a, b) in enumerate(zip(expected, found, strict=True))
-    ):
-        return float("inf")
-    pairs = [largest_gap(a, b) for a, b in zip(expected, found, strict=True) if a.shape == b.shape]
-    return largest(gap for gap, _ in pairs) / (largest(size for _, size in pairs) or 1.0)
 
 
 def _modules(model: nn.Module, site: Site) -> dict[str, nn.Module]:
