@@ -23,8 +23,8 @@ from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
-from iobs.pruning.structure import equality, trace
-from iobs.pruning.structure.equality import Expected, require_rebuilt
+from iobs.pruning.structure import expected, trace
+from iobs.pruning.structure.expected import Expected, require_rebuilt
 from iobs.pruning.structure.sites import traced_sites
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.curves import Curves
@@ -88,7 +88,7 @@ def test_narrower_model_is_checked_on_few_samples_and_by_pieces(monkeypatch):
                 self.entries = max(self.entries, found.numel())
             return found
 
-    monkeypatch.setattr(equality, "_PIECE", 1000)
+    monkeypatch.setattr(expected, "_PIECE", 1000)
     model = Text()
     wanted = Expected.of(model, long_text())
     assert model.shapes == [(2, 1024)]
@@ -188,7 +188,7 @@ def shorter(kind):
 
 
 def test_large_model_is_built_from_its_configuration_without_a_copy(monkeypatch):
-    monkeypatch.setattr(equality, "_COPY_LIMIT", 0)
+    monkeypatch.setattr(expected, "_COPY_LIMIT", 0)
     told = Callbacks([])
     with pytest.raises(ModelError, match="depend on their place"):
         require_rebuilt(shorter(Placed), text(), told.on_note)

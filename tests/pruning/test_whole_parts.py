@@ -30,8 +30,8 @@ from iobs.pruning.store import Store
 from iobs.pruning.structured import experts
 from iobs.pruning.structured.blocks import Blocks
 from iobs.pruning.structured.experts import Experts
-from iobs.pruning.structured.plan import StructuredRequest
 from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.report import read_report
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

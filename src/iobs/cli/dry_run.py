@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from iobs.pruning.coverage import Reason
     from iobs.pruning.forecast import Forecast
     from iobs.pruning.store import Store
-    from iobs.pruning.structured.plan import PlannedCost, UnitsPlan
+    from iobs.pruning.structured_report import PlannedCost, UnitsPlan
     from iobs.pruning.workspace import Request
 
 
@@ -113,8 +113,8 @@ def show_units(loaded: LoadedModel, store: Store, asked: RunSettings, as_json: b
     from iobs.cli.loading import batches_of_run
     from iobs.core.structured import Structured
     from iobs.pruning.runtime.ranks import current
-    from iobs.pruning.structured.plan import StructuredRequest
     from iobs.pruning.structured.run import plan_structured, require_possible
+    from iobs.pruning.structured_report import StructuredRequest
 
     options, pattern = asked.options, asked.options.pattern
     assert isinstance(pattern, Structured)

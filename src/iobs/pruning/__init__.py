@@ -6,8 +6,8 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     samples      calibration samples: what a batch is, its outputs, subsets
     coverage     the share of a model that was pruned, and why the rest stayed dense
     report       results of a run, as plain records
-    structured_report    results of a run that removed units: widths and costs
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
+    structured_report    a run that removes units: request, plan, and report of widths and costs
     network      the model: its weight matrices, the selection of layers, its modes
     structure    units of a network (channels, neurons, heads), and their physical removal
     runtime      processes and storage: checkpoints, ranks, memory

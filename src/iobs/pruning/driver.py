@@ -34,8 +34,8 @@ from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structured.plan import StructuredRequest
 from iobs.pruning.structured.run import prune_structured, require_possible
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.workspace import Request, Workspace
 
 

@@ -30,8 +30,8 @@ from iobs.pruning.structure.config_widths import built_shapes, shapes_of, widths
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Reader, Site, Slices
-from iobs.pruning.structured.plan import StructuredRequest
 from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.widths.plan import choices_of
 
 ALL = {"neurons": 2, "heads": 2}

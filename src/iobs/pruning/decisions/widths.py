@@ -14,7 +14,7 @@ from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.structure.equality import can_copy
+from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.removal import take_biases
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.clock import NAMES

@@ -268,7 +268,7 @@ def _find_group(model: nn.Module, before: Shapes, sites: Sequence[Site]) -> Widt
             continue
         changed = {name: shape for name, shape in shapes.items() if shape != before.get(name)}
         changes = {other.name: _changes(before, other, units) for other in sites if other.count == site.count}
-        alike = [other for other in sites if (own := changes.get(other.name)) and own.items() <= changed.items()]
+        alike = [other for other in sites if (part := changes.get(other.name)) and part.items() <= changed.items()]
         expected = narrowed_shapes(before, alike, units)
         if site in alike and shapes == expected:
             try:

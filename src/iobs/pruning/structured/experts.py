@@ -32,7 +32,7 @@ from iobs.pruning.structure.config_widths import (
 )
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.units import Attribute, Site, Slices
-from iobs.pruning.structured.parts import PartList, Parts, hidden_argument
+from iobs.pruning.structured.blocks import PartList, Parts, hidden_argument
 
 _TOKENS = 2048  # tokens on which the output of a mixture is compared
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # experts of a token
@@ -111,8 +111,8 @@ class Experts(Parts):
             gone: list[int] = []
             error = 0.0
             while len(gone) < site.count - keep:
-                left = (expert for expert in range(site.count) if expert not in gone)
-                errors = {expert: self._error_without(site, [*gone, expert], dense) for expert in left}
+                others = (expert for expert in range(site.count) if expert not in gone)
+                errors = {expert: self._error_without(site, [*gone, expert], dense) for expert in others}
                 gone.append(min(errors, key=lambda expert: errors[expert]))
                 error = errors[gone[-1]]
             removed[path] = sorted(gone)

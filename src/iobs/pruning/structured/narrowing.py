@@ -9,7 +9,7 @@ are removed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,14 +32,20 @@ from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import is_configured, widths_of
-from iobs.pruning.structure.equality import Expected, can_copy, require_narrower
+from iobs.pruning.structure.expected import Expected, can_copy, require_narrower
 from iobs.pruning.structure.removal import remove, take_biases
 from iobs.pruning.structure.sites import checked_sites
 from iobs.pruning.structure.traced_batches import traced_batches
-from iobs.pruning.structure.units import Site, Slices
+from iobs.pruning.structure.units import Site
 from iobs.pruning.structure.units_of_layers import SitesOfLayers
-from iobs.pruning.structured.plan import PlannedCost, PlannedUnits, StructuredRequest, UnitsPlan
-from iobs.pruning.structured_report import CostRecord, WidthRecord
+from iobs.pruning.structured_report import (
+    CostRecord,
+    PlannedCost,
+    PlannedUnits,
+    StructuredRequest,
+    UnitsPlan,
+    WidthRecord,
+)
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.knapsack import require_reachable
 from iobs.pruning.widths.plan import choices_of, chosen_widths
@@ -110,8 +116,8 @@ class SiteRemoval:
         verified = checked_sites(self.model, short_batches, self.request.pattern.units == "auto")
         reasons, sites = dict(verified.refused), []
         for site in verified.sites:
-            keys = [part.weight.key for part in site.readers if not _is_weight_of(part.weight, solvable)]
-            if keys:
+            weights = [reader.weight for reader in site.readers]
+            if keys := [part.key for part in weights if part.path not in solvable or part.parameter != "weight"]:
                 reasons[site.name] = f"{keys[0]}, which reads them, is no weight that a solver takes"
             else:
                 sites.append(site)
@@ -165,48 +171,43 @@ class SiteRemoval:
         for note in notes:
             self.callbacks.on_note(note)
 
-    def _keep_rebuilt(self) -> None:
-        """Let sites keep all units that have a part in a buffer which no file of weights holds.
+    def _keep(self, reasons: Mapping[str, str], message: str) -> None:
+        """Let sites keep all units, with a note each; reasons by name of the site.
 
         Raises:
-            LayerSelectionError: there are no others.
+            LayerSelectionError: with the message, if there are no others.
         """
-        model = self.model
-        rebuilt = {
-            joined(path, name) for path, each in model.named_modules() for name in each._non_persistent_buffers_set
-        }
-        stored = []
-        for site in self.sites.sites:
-            lost = [part.key for part in site.slices if part.key in rebuilt]
-            if lost:
-                self.callbacks.on_note(
-                    f"{site.name} keeps all units: {lost[0]} has entries of them, and no file of weights holds it."
-                )
-            else:
-                stored.append(site)
-        if not stored:
-            raise LayerSelectionError(
-                "All units have entries in buffers that no file of weights holds, so a narrower network could not be "
-                "loaded. Use iobs.prune in Python, and torch.save(model, file)."
-            )
-        self.sites = replace(self.sites, sites=tuple(stored))
+        for name, reason in reasons.items():
+            self.callbacks.on_note(f"{name} keeps all units: {reason}.")
+        sites = tuple(site for site in self.sites.sites if site.name not in reasons)
+        if not sites:
+            raise LayerSelectionError(message)
+        self.sites = replace(self.sites, sites=sites)
+
+    def _keep_rebuilt(self) -> None:
+        """Let sites keep all units that have a part in a buffer which no file of weights holds."""
+        modules = self.model.named_modules()
+        rebuilt = {joined(path, name) for path, module in modules for name in module._non_persistent_buffers_set}
+        lost = {site.name: [part.key for part in site.slices if part.key in rebuilt] for site in self.sites.sites}
+        self._keep(
+            {
+                name: f"{keys[0]} has entries of them, and no file of weights holds it"
+                for name, keys in lost.items()
+                if keys
+            },
+            "All units have entries in buffers that no file of weights holds, so a narrower network could not be "
+            "loaded. Use iobs.prune in Python, and torch.save(model, file).",
+        )
 
     def _keep_refused(self) -> None:
-        """Let sites keep all units whose number the configuration cannot express, with a note.
-
-        Raises:
-            LayerSelectionError: there are no others.
-        """
+        """Let sites keep all units whose number the configuration cannot express."""
         refused = self.widths.refused
-        sites = {site.name: site for site in self.sites.sites if site.name not in refused}
-        for name, reason in refused.items():
-            self.callbacks.on_note(f"{name} keeps all units: {reason}.")
-        if not sites:
-            reason = next(iter(refused.values()))
-            raise LayerSelectionError(
-                f"A narrower model of this class could not be loaded again: {reason}. With uniform=False it is pruned "
-                "nevertheless, to be exported or stored as a whole."
-            )
+        self._keep(
+            refused,
+            f"A narrower model of this class could not be loaded again: {next(iter(refused.values()), '')}. With "
+            "uniform=False it is pruned nevertheless, to be exported or stored as a whole.",
+        )
+        sites = {site.name: site for site in self.sites.sites}
         for group in self.widths.groups:
             alike = [sites[name] for name in group.sites if name in sites]
             if alike and group.counts is not None:
@@ -215,7 +216,6 @@ class SiteRemoval:
                     f"{listed([site.name for site in alike])}: of {alike[0].count} units the class loads {some} or "
                     "all. With uniform=False any number can stay, but the class does not load the model: export it."
                 )
-        self.sites = replace(self.sites, sites=tuple(sites.values()))
 
     def _note_uncalled(self) -> None:
         """Name the layers that calibration data do not reach and that have the width of removable units."""
@@ -357,9 +357,9 @@ class SiteRemoval:
                 require_counts if self.loadable else None,
                 tuple(self.added),
             )
-            work = Workspace.of(self.store, solving, self.selection, self.data, self.callbacks, frozen)
-            report = run(work, ends=False)
-        self.kept = {site.name: self._kept_units(site, work.decided.widths[site.name]) for site in sites.sites}
+            workspace = Workspace.of(self.store, solving, self.selection, self.data, self.callbacks, frozen)
+            report = run(workspace, ends=False)
+        self.kept = {site.name: self._kept_units(site, workspace.decided.widths[site.name]) for site in sites.sites}
         self.expected = Expected.of(model, self.data[0])
         return report
 
@@ -446,10 +446,6 @@ class SiteRemoval:
         """Names of the layers that lost no inputs, if they were fitted to the dense outputs."""
         fits = self.request.recipe.target != "layer"
         return [record.name for record in report.layers if not record.asked] if fits else []
-
-
-def _is_weight_of(part: Slices, layers: Collection[str]) -> bool:
-    return part.path in layers and part.parameter == "weight"
 
 
 def _named(layers: Sequence[Layer], names: str | Sequence[str], argument: str) -> set[Layer]:

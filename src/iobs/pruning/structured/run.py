@@ -23,9 +23,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured.narrowing import SiteRemoval
-from iobs.pruning.structured.plan import StructuredRequest, UnitsPlan
 from iobs.pruning.structured.shortening import PartRemoval, StoreBesideDense
-from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport
+from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, StructuredRequest, UnitsPlan
 from iobs.pruning.widths.clock import NAMES, require_runtime
 from iobs.pruning.widths.costs import note_differing_shapes
 from iobs.pruning.widths.latency import shares_of

@@ -31,12 +31,17 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
-from iobs.pruning.structure.equality import Expected, can_copy, require_rebuilt
-from iobs.pruning.structured.blocks import Blocks
+from iobs.pruning.structure.expected import Expected, can_copy, require_rebuilt
+from iobs.pruning.structured.blocks import Blocks, Parts
 from iobs.pruning.structured.experts import Experts
-from iobs.pruning.structured.parts import Parts
-from iobs.pruning.structured.plan import PlannedCost, PlannedUnits, StructuredRequest, UnitsPlan
-from iobs.pruning.structured_report import CostRecord, WidthRecord
+from iobs.pruning.structured_report import (
+    CostRecord,
+    PlannedCost,
+    PlannedUnits,
+    StructuredRequest,
+    UnitsPlan,
+    WidthRecord,
+)
 from iobs.pruning.widths.costs import Products
 from iobs.pruning.widths.softened import damage, softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
@@ -143,11 +148,13 @@ class PartRemoval:
         solving = Request(request.recipe, patterns, request.pattern, request.holdout, request.seed, request.checkpoint)
         unused = tuple(f"{path}." for path in self.parts.unused(self.removed))
         names = [name for name, _ in model.named_parameters() if unused and name.startswith(unused)]
-        work = Workspace.of(self.store, solving, selection, self.data, self.callbacks, frozenset({*frozen, *names}))
-        lists = {block.path.rpartition(".")[0] for block in work.chain}
+        workspace = Workspace.of(
+            self.store, solving, selection, self.data, self.callbacks, frozenset({*frozen, *names})
+        )
+        lists = {block.path.rpartition(".")[0] for block in workspace.chain}
         if unused and not lists >= {each.path for each in self.parts.lists}:
-            work.run_whole()  # the chain would skip the dense model's blocks too
-        return work
+            workspace.run_whole()  # the chain would skip the dense model's blocks too
+        return workspace
 
     def remove(self) -> None:
         """Delete the parts from the model, and check what is left.
