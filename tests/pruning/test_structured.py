@@ -23,10 +23,12 @@ from iobs.errors import (
     PatternError,
     ProblemError,
 )
-from iobs.pruning import structured
 from iobs.pruning.decisions import widths
+from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structured import narrowing
+from iobs.pruning.structured import run as structured
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
@@ -184,7 +186,7 @@ def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
     report = iobs.prune(model, data, "structured:40%", "one-shot")
     assert model[1].conv1.weight.dtype == dtype
     assert report.costs[0].share <= 0.6
-    expected = structured.Expected.of(model, data[0])
+    expected = Expected.of(model, data[0])
     expected.require(model)
     with torch.no_grad():
         model[1].conv2.weight[:, :1] = 0  # one channel of one layer; a tolerance of the dtype would let it pass
@@ -207,7 +209,7 @@ def test_small_difference_of_the_narrower_network_is_measured_again_in_float64()
     kept = [*range(0, 256, 2)]
     zero_columns(wide, site, kept)
     remove(narrow, [site], {site.name: kept})
-    expected = structured.Expected.of(wide, data)
+    expected = Expected.of(wide, data)
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(narrow)
     expected.require(narrow, wide)
@@ -215,13 +217,6 @@ def test_small_difference_of_the_narrower_network_is_measured_again_in_float64()
         narrow.last.bias += 1e-7
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(narrow, wide)
-
-
-def test_layer_smaller_than_the_multiple_keeps_its_units():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(12), Block(48)).eval()
-    iobs.prune(model, pictures(), iobs.Structured(0.3, multiple_of=16), "one-shot")
-    assert [model[at].conv1.out_channels for at in (1, 2)] == [12, 16]
 
 
 def test_narrower_network_gets_zeros_on_a_grid():
@@ -290,11 +285,18 @@ def test_nothing_is_measured_or_changed_if_nothing_is_removed(recipe, of, monkey
         assert torch.equal(before, after)
 
 
-def test_widths_are_multiples():
-    model = network()  # its dense widths are 12 and 16
-    report = iobs.prune(model, pictures(), iobs.Structured(0.4, multiple_of=8), "fast")
-    assert [(one.before, one.after) for one in report.widths] == [(12, 8), (16, 8)]
-    assert [model[at].conv1.out_channels for at in (1, 2)] == [8, 8]
+@pytest.mark.parametrize(
+    ("dense", "share", "multiple", "kept"),
+    [((12, 16), 0.4, 8, [8, 8]), ((12, 48), 0.3, 16, [12, 16])],  # a layer smaller than the multiple keeps its units
+)
+def test_widths_are_multiples(dense, share, multiple, kept):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *map(Block, dense)).eval()
+    report = iobs.prune(model, pictures(), iobs.Structured(share, multiple_of=multiple), "one-shot")
+    assert [(width.before, width.after) for width in report.widths] == [*zip(dense, kept, strict=True)][
+        -len(report.widths) :
+    ]
+    assert [model[at].conv1.out_channels for at in (1, 2)] == kept
 
 
 def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):
@@ -348,22 +350,13 @@ def test_bars_of_widths_have_one_scale_for_each_kind():
     assert page.count("width:50.00%") == page.count("width:25.00%") == 1
 
 
-def test_failed_run_leaves_the_model_as_it_was():
-    model = network()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    class Stop(iobs.Callback):
-        def on_layer(self, entry, index):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        iobs.prune(model, pictures(), "structured:30%", "one-shot", callbacks=[Stop()])
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-IN_THE_LONG_SET = {(network, "configure"), (llama, "require"), (llama, "seconds_of")}
+FAILURES = {  # from the first layer to the last measurement
+    "layer": "callbacks.LoggingCallback.on_layer",
+    "configure": "structure.config_widths.ConfigWidths.configure",
+    "require": "structure.expected.Expected.require",
+    "seconds": "structured.run._seconds",
+}
+IN_THE_LONG_SET = {(network, "configure"), (llama, "layer"), (llama, "require"), (llama, "seconds")}
 
 
 @pytest.mark.parametrize(
@@ -372,21 +365,18 @@ IN_THE_LONG_SET = {(network, "configure"), (llama, "require"), (llama, "seconds_
         pytest.param(
             *case, id=f"{case[0].__name__}-{case[1]}", marks=[pytest.mark.slow] if case in IN_THE_LONG_SET else []
         )
-        for case in product((network, llama), ("require", "configure", "seconds_of"))
+        for case in product((network, llama), FAILURES)
     ],
 )
-def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build, fails):
+def test_failed_run_leaves_the_model_as_it_was(monkeypatch, build, fails):
     model, data = build(), pictures() if build is network else text()
     before, tensors = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
-    told = copy.deepcopy(model.config.to_dict()) if build is llama else None
+    config = copy.deepcopy(model.config.to_dict()) if build is llama else None
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    if fails == "require":
-        monkeypatch.setattr(structured.Expected, fails, fail)
-    else:
-        monkeypatch.setattr(structured, fails, fail)
+    monkeypatch.setattr(f"iobs.pruning.{FAILURES[fails]}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, data, "structured:30%", "one-shot")
     after = model.state_dict()
@@ -394,7 +384,7 @@ def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(value is tensors[name] for name, value in model.named_parameters())
     if build is llama:
-        assert model.config.to_dict() == told
+        assert model.config.to_dict() == config
         model(**data[0])
     else:
         assert (model[1].conv1.out_channels, model[1].bn1.num_features) == (12, 12)
@@ -662,7 +652,7 @@ class ConfiguredMixture(PreTrainedModel):
 def test_layers_of_one_width_keep_all_units_if_no_sample_reaches_one_of_them(monkeypatch):
     torch.manual_seed(0)
     model, given = ConfiguredMixture(MixtureConfig()).eval(), torch.randn(40, 6)
-    monkeypatch.setattr(structured, "run", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(narrowing, "run", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(LayerSelectionError, match=r"reaches mixture\.experts\.0\.2, and the configuration has one"):
         iobs.prune(model, [given], iobs.Structured(0.25), "one-shot")
 

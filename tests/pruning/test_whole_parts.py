@@ -36,25 +36,16 @@ from iobs.report import read_report
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MIXTURE = {**SIZE, **TOKENS, "num_hidden_layers": 2, "intermediate_size": 12}
+INNER = {**MIXTURE, "intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2}
 MIXTURES = {
-    "mixtral": lambda: MixtralConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_local_experts=6, num_experts_per_tok=2
-    ),
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12,
-        shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2,
-    ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
-        num_experts_per_tok=2, head_dim=4,
-    ),
-    "olmoe": lambda: OlmoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, num_experts_per_tok=2
-    ),
-    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(  # the matrix of its router lies in a module of its own
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, moe_topk=2, head_dim=4
-    ),
-}  # fmt: skip
+    "mixtral": lambda: MixtralConfig(**MIXTURE, num_local_experts=6, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**INNER, shared_expert_intermediate_size=20),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**INNER, head_dim=4),
+    "olmoe": lambda: OlmoeConfig(**MIXTURE, num_experts=6, num_experts_per_tok=2),
+    # The matrix of its router lies in a module of its own.
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**MIXTURE, num_experts=6, moe_topk=2, head_dim=4),
+}
 
 
 def built(config):
@@ -77,8 +68,26 @@ def text(seed=3):
 
 def gap(model, dense):
     with torch.no_grad():
-        wanted = torch.cat([dense(**one).logits for one in text(9)])
-        return float((torch.cat([model(**one).logits for one in text(9)]) - wanted).square().mean())
+        logits, expected = (torch.cat([each(**batch).logits for batch in text(9)]) for each in (model, dense))
+        return float((logits - expected).square().mean())
+
+
+def require_loaded(model, path):
+    """Require that the class of a model loads it unpatched, with the same outputs; return the loaded model."""
+    model.save_pretrained(path)
+    loaded = type(model).from_pretrained(path).eval()
+    torch.testing.assert_close(loaded(**text()[0])[0], model(**text()[0])[0])
+    return loaded
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def require_equal(model, before):
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 class Residual(nn.Module):
@@ -101,9 +110,7 @@ def test_fewer_blocks_are_loaded_unpatched(tmp_path, recipe):
     assert model.config.num_hidden_layers == len(model.model.layers) == 3
     assert [block.self_attn.layer_idx for block in model.model.layers] == [0, 1, 2]
     assert report.costs[0].share < 0.8
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    again = require_loaded(model, tmp_path)
     generated = [one.generate(text()[0]["input_ids"][:2], max_new_tokens=4, do_sample=False) for one in (again, model)]
     assert torch.equal(*generated)
     report.save(tmp_path / "report.json")
@@ -124,20 +131,14 @@ def test_blocks_of_a_model_of_short_floats_are_removed(tmp_path, whole):
 
 
 def test_router_that_divides_experts_into_groups_is_refused_with_the_reason():
-    model = built(
-        DeepseekV3Config(
-            **{**SIZE, "num_key_value_heads": 4}, **TOKENS, num_hidden_layers=2, intermediate_size=24,
-            moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
-    )  # fmt: skip
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = {**INNER, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 4}
+    del sizes["num_experts"]
+    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    model = built(DeepseekV3Config(**sizes, **groups, qk_rope_head_dim=4, qk_nope_head_dim=4))
+    before = state(model)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp does not compute with 7 experts"):
         iobs.prune(model, text(), iobs.Structured(0.25, units="experts"), "one-shot")
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    require_equal(model, before)
 
 
 def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
@@ -174,10 +175,10 @@ def test_dense_score_is_that_of_the_dense_model(units):
 @pytest.mark.parametrize(("units", "share"), [("blocks", 0.4), ("experts", 0.5)])
 def test_plan_says_what_a_run_removes(units, share):
     model = llama(3) if units == "blocks" else built(MIXTURES["olmoe"]())
-    before = copy.deepcopy(model.state_dict())
+    before = state(model)
     pattern = iobs.Structured(share, units=units)
     plan = plan_structured(Store(model), text(), StructuredRequest(pattern, STRUCTURED["one-shot"]))
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    require_equal(model, before)
     report = iobs.prune(model, text(), pattern, "one-shot")
     assert [(one.name, one.count, one.kept) for one in plan.units] == [
         (one.name, one.before, one.after) for one in report.widths
@@ -198,12 +199,7 @@ def test_least_harmful_block_is_removed_first():
 
 
 def mixture_after_a_dense_block():
-    return built(
-        Qwen3MoeConfig(
-            **SIZE, **TOKENS, num_hidden_layers=3, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
-            num_experts_per_tok=2, head_dim=4, mlp_only_layers=[0],
-        )
-    )  # fmt: skip
+    return built(Qwen3MoeConfig(**{**INNER, "num_hidden_layers": 3}, head_dim=4, mlp_only_layers=[0]))
 
 
 def test_a_block_that_the_class_needs_at_its_place_stays():
@@ -248,13 +244,17 @@ def test_parts_with_names_are_no_blocks():
     assert (len(model[0]), len(model[2])) == (3, 2)
 
 
-def test_conv1d_blocks_of_gpt2_are_removed(tmp_path):
-    model = built(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS))
+BERT = BertConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, vocab_size=48)
+GPT2 = GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS)
+
+
+@pytest.mark.parametrize("build", [lambda: built(GPT2), lambda: BertModel(BERT).eval()], ids=["gpt2", "bert"])
+def test_blocks_of_conv1d_and_blocks_that_end_in_a_norm_are_removed(build, tmp_path):
+    torch.manual_seed(0)
+    model = build()
     iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
-    assert model.config.n_layer == len(model.transformer.h) == 3
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    assert model.config.num_hidden_layers == 3
+    assert len(Blocks.find(require_loaded(model, tmp_path), text()[0]).rests) == 3
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,8 @@ def test_fewer_experts_are_loaded_unpatched(name, tmp_path):
     assert [(one.kind, one.before, one.after) for one in report.widths] == [("experts", 6, 4)] * 2
     assert all(0 < one.error < 1 for one in report.widths)
     assert report.costs[0].share < 1
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again = require_loaded(model, tmp_path)
     assert {vars(again.config).get(field) for field in ("num_experts", "num_local_experts")} - {None} == {4}
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
     assert not torch.allclose(model(**text()[0]).logits, dense(**text()[0]).logits, atol=1e-3)
 
 
@@ -325,33 +323,38 @@ IN_THE_LONG_SET = {("blocks", "shortening.Expected.of"), ("experts", "shortening
 )
 def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
     model = llama(3) if units == "blocks" else built(MIXTURES["mixtral"]())
-    before, dense = copy.deepcopy(model.state_dict()), model(**text()[0]).logits
+    before, dense = state(model), model(**text()[0]).logits
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    told = model.config.to_dict()
+    config = model.config.to_dict()
     monkeypatch.setattr(f"iobs.pruning.structured.{fails}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert model.config.to_dict() == told
+    require_equal(model, before)
+    assert model.config.to_dict() == config
     assert torch.equal(model(**text()[0]).logits, dense)
 
 
-def test_impossible_requests_are_refused():
-    with pytest.raises(PatternError, match="less than a half of one"):
-        iobs.prune(llama(), text(), iobs.Structured(0.05, units="blocks"))
-    with pytest.raises(PatternError, match="2 are needed"):
-        iobs.prune(built(MIXTURES["mixtral"]()), text(), iobs.Structured(0.9, units="experts"))
-    with pytest.raises(LayerSelectionError, match="No experts"):
-        iobs.prune(llama(), text(), iobs.Structured(0.3, units="experts"))
-    with pytest.raises(ModelError, match="Experts are removed from models of transformers"):
-        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="experts"))
-    with pytest.raises(LayerSelectionError, match="No blocks"):
-        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="blocks"))
+@pytest.mark.parametrize(
+    ("build", "units", "share", "error", "message"),
+    [
+        (llama, "blocks", 0.05, PatternError, "less than a half of one"),
+        (lambda: built(MIXTURES["mixtral"]()), "experts", 0.9, PatternError, "2 are needed"),
+        (llama, "experts", 0.3, LayerSelectionError, "No experts"),
+        (lambda: nn.Linear(3, 3), "experts", 0.3, ModelError, "Experts are removed from models of transformers"),
+        (lambda: nn.Linear(3, 3), "blocks", 0.3, LayerSelectionError, "No blocks"),
+    ],
+)
+def test_impossible_requests_are_refused(build, units, share, error, message):
+    model = build()
+    data = [torch.ones(2, 3)] if isinstance(model, nn.Linear) else text()
+    with pytest.raises(error, match=message):
+        iobs.prune(model, data, iobs.Structured(share, units=units))
+
+
+def test_settings_of_widths_are_refused_for_blocks():
     with pytest.raises(ProblemError, match="leave out include"):
         iobs.prune(llama(), text(), iobs.Structured(0.3, units="blocks"), include="*")
     for changes in ({"of": "latency"}, {"of": "parameters"}, {"multiple_of": 8}, {"uniform": True}):
@@ -370,34 +373,21 @@ def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch)
         iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
 
 
-def test_blocks_that_end_in_a_norm_are_removed_too(tmp_path):
-    config = BertConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, vocab_size=48)
-    torch.manual_seed(0)
-    model = BertModel(config).eval()
-    iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
-    assert model.config.num_hidden_layers == 3
-    model.save_pretrained(tmp_path)
-    again = BertModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).last_hidden_state, model(**text()[0]).last_hidden_state)
-
-
 def test_an_interrupted_choice_leaves_all_experts(monkeypatch):
     model = built(MIXTURES["mixtral"]())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = state(model)
     outputs, calls = experts._output, []
 
-    def interrupted(*given):
-        calls.append(given)
+    def interrupted(*args):
+        calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return outputs(*given)
+        return outputs(*args)
 
     monkeypatch.setattr(experts, "_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units="experts"), "one-shot")
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    require_equal(model, before)
 
 
 def test_the_input_of_a_mixture_stays_as_it_is():

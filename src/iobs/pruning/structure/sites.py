@@ -210,7 +210,7 @@ def _has_bias(model: nn.Module, path: str, rows: int) -> bool:
 
 
 def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
-    modules = [model.get_submodule(part.path) for part in (reader, *writers)]
+    modules = [model.get_submodule(path) for path in (reader.path, *(writer.path for writer in writers))]
     if any(isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in modules):
         return "channels"
     first, *others = reader.weight.index[0]

@@ -6,7 +6,6 @@ its input, so that all other modules keep their names. At the end it is deleted 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,10 +41,11 @@ class PartList:
     count: int
 
 
-class Parts(ABC):
+class Parts:
     """The parts of one kind that a model has: its blocks, or its experts.
 
-    A removal is a mapping from the path of every list to the indices of the parts that go.
+    A removal is a mapping from the path of every list to the indices of the parts that go. A kind has the methods
+    `choose`, `least_removed`, `require_possible`, `without` and `finish`, too.
 
     Args:
         model: with all parts.
@@ -62,45 +62,13 @@ class Parts(ABC):
         self.model, self.lists, self.least = model, tuple(lists), least
         self.errors: dict[str, float] = {}
 
-    @abstractmethod
-    def choose(self, keep: int, damage: Callable[[], float]) -> dict[str, list[int]]:
-        """The parts to remove so that `keep` are left in each list; `damage` measures the whole model as it is.
-
-        Raises:
-            ModelError: the model does not compute with fewer parts.
-        """
-
-    @abstractmethod
-    def least_removed(self, keep: int) -> int:
-        """The fewest parameters that the model loses if `keep` parts are left in each list."""
-
-    @abstractmethod
-    def require_possible(self, keep: int) -> None:
-        """Raise unless the class of the model can have `keep` parts in each list.
-
-        Raises:
-            ModelError: it cannot.
-        """
-
-    @abstractmethod
-    def without(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
-        """Context in which the model computes without the removed parts, within `unchanged_by_failure`."""
-
-    @abstractmethod
     def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first module that a removal changes."""
+        return self.lists[0].path
 
-    @abstractmethod
     def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
         """Paths of modules that stay in the model until `finish`, and compute nothing."""
-
-    @abstractmethod
-    def finish(self, removed: Mapping[str, Sequence[int]]) -> None:
-        """Delete the removed parts, and let the configuration follow.
-
-        Raises:
-            ModelError: the configuration cannot express this number of parts. The model is unchanged.
-        """
+        return []
 
 
 class Blocks(Parts):

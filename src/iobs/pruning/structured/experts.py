@@ -165,14 +165,6 @@ class Experts(Parts):
         self._remove([*self.sites.values()], removed)
         yield
 
-    def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
-        """Path of the first mixture."""
-        return self.lists[0].path
-
-    def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
-        """Nothing: removed experts are gone at once."""
-        return []
-
     def finish(self, removed: Mapping[str, Sequence[int]]) -> None:
         """Let the configuration follow.
 

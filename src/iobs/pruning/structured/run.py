@@ -75,6 +75,7 @@ def prune_structured(
 
 def plan_structured(store: Store, data: list[Batch], request: StructuredRequest) -> UnitsPlan:
     """The plan of `prune_structured` with the same arguments and errors; the model is unchanged."""
+    require_possible(store, request)
     model = store.model
     with torch.inference_mode(False), evaluating(model), seeded(model, request.seed):
         store = StoreBesideDense(model) if request.pattern.whole else store

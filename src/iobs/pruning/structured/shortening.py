@@ -32,7 +32,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure.expected import Expected, can_copy, require_rebuilt
-from iobs.pruning.structured.blocks import Blocks, Parts
+from iobs.pruning.structured.blocks import Blocks
 from iobs.pruning.structured.experts import Experts
 from iobs.pruning.structured_report import (
     CostRecord,
@@ -88,7 +88,8 @@ class PartRemoval:
         units = request.pattern.units
         if request.include is not None or request.ignore is not None:
             raise ProblemError(f'units="{units}" chooses among all of them: leave out include= and ignore=.')
-        self.parts: Parts = Blocks.find(self.model, data[0]) if units == "blocks" else Experts.find(self.model, data)
+        self.parts: Blocks | Experts
+        self.parts = Blocks.find(self.model, data[0]) if units == "blocks" else Experts.find(self.model, data)
         self.keep = self._kept_count()
         self.parts.require_possible(self.keep)
 
