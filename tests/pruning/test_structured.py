@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import families
 import pytest
 import torch
+from menagerie import Amplifying
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -120,30 +121,22 @@ def test_chain_of_convolutions_is_narrowed_with_biases():
     assert model(pictures()[0]).shape == (20, 6, 4, 4)
 
 
-class OwnLinear(nn.Module):
+class Own(nn.Module):
     """A layer that no class of torch tells."""
 
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, *kernel):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, *kernel) / inputs**0.5)
 
     def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight)
+        functional = nn.functional
+        return functional.conv2d(x, self.weight, stride=2) if x.ndim > 2 else functional.linear(x, self.weight)
 
 
-class OwnConvolution(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3) / inputs**0.5)
-
-    def forward(self, x):
-        return torch.nn.functional.conv2d(x, self.weight, stride=2)
-
-
-@pytest.mark.parametrize(("kind", "shape", "macs"), [(OwnLinear, (6,), 144), (OwnConvolution, (6, 29, 29), 184896)])
-def test_products_are_counted_without_modules_of_torch(kind, shape, macs):
+@pytest.mark.parametrize(("kernel", "shape", "macs"), [((), (6,), 144), ((3, 3), (6, 29, 29), 184896)])
+def test_products_are_counted_without_modules_of_torch(kernel, shape, macs):
     torch.manual_seed(0)
-    model = nn.Sequential(kind(6, 16), nn.ReLU(), kind(16, 3)).eval()
+    model = nn.Sequential(Own(6, 16, *kernel), nn.ReLU(), Own(16, 3, *kernel)).eval()
     report = iobs.prune(model, [torch.randn(40, *shape)], "structured:50%", "one-shot")
     assert [(cost.before, cost.after) for cost in report.costs[::2][:2]] == [(macs, macs / 2)] * 2
     assert model[0].weight.shape[0] == model[2].weight.shape[1] == 8
@@ -195,16 +188,8 @@ def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
 
 
 def test_small_difference_of_the_narrower_network_is_measured_again_in_float64():
-    class Amplifying(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 256), nn.Linear(256, 4)
-
-        def forward(self, x):
-            return torch.sin(3e4 * self.last(torch.relu(self.first(x))))
-
     torch.manual_seed(0)
-    narrow, data = Amplifying().eval(), torch.randn(64, 8)
+    narrow, data = Amplifying(3e4).eval(), torch.randn(64, 8)
     wide, (site,) = copy.deepcopy(narrow), find_sites(narrow, data)
     kept = [*range(0, 256, 2)]
     zero_columns(wide, site, kept)
@@ -556,26 +541,34 @@ def test_dense_time_is_that_of_the_network_without_the_biases_of_the_run(monkeyp
     assert timed == [dense]
 
 
-class Routed(nn.Module):
-    """Two experts, of which the first sample reaches one."""
+class Mixture(nn.Module):
+    """Two experts. Samples choose one by their first value, or the gate sends all of them to the second.
 
-    def __init__(self):
+    Noise in place of the outputs of the gate reaches both.
+    """
+
+    def __init__(self, gated=False, always=False, width=16):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
+        self.always, self.gate = always, nn.Linear(6, 2) if gated else None
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 6)) for _ in range(2)
+        )
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+            self.gate.bias.data = torch.tensor([-1.0, 1.0])
 
     def forward(self, x):
-        out = x.clone()
+        out, chosen = x.clone(), (x[:, 0] > 0).long() if self.gate is None else self.gate(x).argmax(-1)
         for number, expert in enumerate(self.experts):
-            chosen = (x[:, 0] > 0) == bool(number)
-            if bool(chosen.any()):
-                out[chosen] = expert(x[chosen])
+            if self.always or bool((chosen == number).any()):
+                out[chosen == number] = expert(x[chosen == number])
         return out
 
 
 def test_block_that_the_first_sample_does_not_call_keeps_its_units(monkeypatch):
     counted_as_operations(monkeypatch)
     torch.manual_seed(0)
-    model, given = Routed().eval(), torch.randn(80, 6)
+    model, given = Mixture().eval(), torch.randn(80, 6)
     given[:2, 0] = torch.tensor([-1, 1])  # two samples are traced
     report = iobs.prune(model, [given], iobs.Structured(0.3, of="latency"), "one-shot", holdout=0.0)
     assert [one.after for one in report.widths] == [11, 16]
@@ -587,43 +580,24 @@ def test_expert_that_the_first_batch_does_not_reach_keeps_its_units_with_a_note(
     torch.manual_seed(0)
     given = torch.randn(80, 6)
     batches = [given[given[:, 0] < 0], given[given[:, 0] > 0]][::order]
-    report = iobs.prune(Routed().eval(), batches, iobs.Structured(0.3), "fast", holdout=0.0, blocks=None)
+    report = iobs.prune(Mixture().eval(), batches, iobs.Structured(0.3), "fast", holdout=0.0, blocks=None)
     kept = {one.name: one.after for one in report.widths}
     reached, left = ["experts.0.2", "experts.1.2"][::order]
     assert kept[reached] < kept[left] == 16
     assert f"{left}: all units are kept, since no sample of the first calibration batch reaches" in str(report.notes)
 
 
-class Mixture(nn.Module):
-    """Two experts; the gate sends all samples to the second, but noise in its place reaches both."""
-
-    def __init__(self, always):
-        super().__init__()
-        self.always = always
-        self.gate = nn.Linear(6, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
-        nn.init.zeros_(self.gate.weight)
-        self.gate.bias.data = torch.tensor([-1.0, 1.0])
-
-    def forward(self, x):
-        out, chosen = x.clone(), self.gate(x).argmax(-1)
-        for number, expert in enumerate(self.experts):
-            if self.always or bool((chosen == number).any()):
-                out[chosen == number] = expert(x[chosen == number])
-        return out
-
-
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize(("of", "allocation"), [("macs", "uniform"), ("parameters", "block")])
 def test_expert_without_a_token_keeps_its_units(always, of, allocation):
     torch.manual_seed(0)
-    model, given = Mixture(always).eval(), torch.randn(40, 6)
+    model, given = Mixture(True, always).eval(), torch.randn(40, 6)
     report = iobs.prune(model, [given], iobs.Structured(0.25, of=of), "one-shot", allocation=allocation)
     assert [(one.name, one.after) for one in report.widths] == [("experts.1.2", 12)]
     assert model.experts[0][0].weight.shape == (16, 6)
     assert "experts.0.2: all units are kept, since no calibration sample reaches them." in report.notes
     with pytest.raises(LayerSelectionError, match="No calibration sample reaches a layer that holds units"):
-        iobs.prune(Mixture(always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
+        iobs.prune(Mixture(True, always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
 
 
 class MixtureConfig(PreTrainedConfig):
@@ -641,9 +615,7 @@ class ConfiguredMixture(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.mixture = Mixture(False)
-        for expert in self.mixture.experts:
-            expert[0], expert[2] = nn.Linear(6, config.width), nn.Linear(config.width, 6)
+        self.mixture = Mixture(gated=True, width=config.width)
 
     def forward(self, x):
         return self.mixture(x)

@@ -35,22 +35,16 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     """
     paths = callable_modules(model)
 
-    def calls_of(batch: Batch) -> set[str]:
-        new: set[str] = set()
-        with keeping_buffers(model), before_calls(model, paths, lambda path, *_: new.add(path)):
-            logits(batches.forward(model, batch))
-        return new
-
     def shorter(batch: Batch, samples: int = _FIRST) -> tuple[Batch, set[str]]:
         """A shorter batch that the model takes, and the modules that it calls."""
         short = shortened(batch, samples)
         try:
-            return short, calls_of(short)
+            return short, called_modules(model, [short], paths)
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
         few = _fewer(batch, samples)
-        return few, calls_of(few)
+        return few, called_modules(model, [few], paths)
 
     first, called = shorter(data[0])
     traced = [first]
@@ -58,7 +52,7 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
         for part in batches.pieces(batch):
             if called.issuperset(paths):
                 return traced
-            if new := calls_of(part) - called:
+            if new := called_modules(model, [part], paths) - called:
                 candidates = (shorter(part, samples) for samples in (_FIRST, _FURTHER))
                 traced.append(next((short for short, calls in candidates if new <= calls), batches.inputs(part)))
                 called |= new
@@ -67,11 +61,15 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
 
 @torch.no_grad()
 def called_modules(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> set[str]:
-    """The modules among those at some paths that a model calls on some batches, in eval mode."""
+    """The modules among those at some paths that a model calls on some batches, in eval mode.
+
+    Raises:
+        CalibrationError: the model returns no tensor.
+    """
     called: set[str] = set()
     with evaluating(model), keeping_buffers(model), before_calls(model, paths, lambda path, *_: called.add(path)):
         for batch in data:
-            batches.forward(model, batch)
+            logits(batches.forward(model, batch))
     return called
 
 
