@@ -185,17 +185,13 @@ def five_heads(monkeypatch):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(five_heads):
-    sites = find_sites(five_heads, {"input_ids": torch.arange(16).view(2, 8)})
-    heads = next(site.name for site in sites if site.kind == "heads")
-    widths = widths_of(five_heads, sites)
-    assert widths.offered() == {heads: (1, 2, 4, 5)}  # divisors of the hidden size, and all heads
-
-
-def test_report_says_which_numbers_of_heads_the_class_loads(five_heads):
+def test_numbers_of_heads_that_the_configuration_refuses_are_not_offered(five_heads):
     data = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(4)]
-    report = iobs.prune(five_heads, data, iobs.Structured(0.2), "one-shot")
-    assert any("o_proj: of 5 units the class loads 1, 2, 4 or all. With uniform=False" in one for one in report.notes)
+    sites = find_sites(five_heads, data[0])
+    heads = next(site.name for site in sites if site.kind == "heads")
+    assert widths_of(five_heads, sites).offered() == {heads: (1, 2, 4, 5)}  # divisors of the hidden size, and all heads
+    notes = iobs.prune(five_heads, data, iobs.Structured(0.2), "one-shot").notes
+    assert any("o_proj: of 5 units the class loads 1, 2, 4 or all. With uniform=False" in note for note in notes)
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.5, 4.0])
@@ -291,29 +287,29 @@ def test_a_number_of_units_that_makes_a_shortcut_needless_is_not_offered():
     assert offered == (1, 2, 3, 4, 5, 7, 8)  # with 6 the first block has no convolution beside it
 
 
-def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(monkeypatch):
+@pytest.mark.parametrize("after_the_trial", [False, True])
+def test_widths_that_the_class_cannot_have_together_are_refused(monkeypatch, after_the_trial):
+    """Before any work; or, if the class takes the widths of the trial alone, when the widths are chosen."""
     model, data = build("llama")
     dense = model.config.num_attention_heads, model.config.intermediate_size
+    taken = []
 
     def one_alone(model, config):
-        both = config.num_attention_heads < dense[0] and config.intermediate_size < dense[1]
-        if both:
-            raise ModelError("fewer heads take all neurons")
+        heads, neurons = config.num_attention_heads, config.intermediate_size
+        if heads < dense[0] and neurons < dense[1]:
+            if after_the_trial and not taken:
+                taken.append((heads, neurons))
+            if (heads, neurons) not in taken:
+                raise ModelError("fewer heads take all neurons")
         return built_shapes(model, config)
 
     monkeypatch.setattr("iobs.pruning.structure.config_widths.built_shapes", one_alone)
     message = "cannot be built from the narrower configuration: fewer heads take all neurons"
-    refused(model, data[0], ModelError, message, monkeypatch)
-
-
-def test_a_chosen_width_that_would_make_a_shortcut_needless_is_not_offered_among_many():
-    torch.manual_seed(0)
-    config = ResNetConfig(embedding_size=132, hidden_sizes=[96, 48], depths=[1, 1], layer_type="basic")
-    model = ResNetForImageClassification(config).eval()
-    batch = {"pixel_values": torch.randn(2, 3, 8, 8)}
-    pattern = iobs.Structured(1 - 96.7 / 132, units="stream")  # 96 channels would be kept, as many as the block writes
-    iobs.prune(model, [batch], pattern, "one-shot", holdout=0)
-    assert model.config.embedding_size not in (96, 132)
+    if not after_the_trial:
+        return refused(model, data[0], ModelError, message, monkeypatch)
+    with pytest.raises(ModelError, match=f"{message}.*ask for a slightly larger share"):
+        iobs.prune(model, data[:1], iobs.Structured(0.6), "one-shot", holdout=0)
+    return None
 
 
 def test_infinite_values_of_a_configuration_are_read_again():
