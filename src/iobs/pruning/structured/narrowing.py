@@ -303,19 +303,18 @@ class SiteRemoval:
 
     # ---- the run
     def plan(self) -> UnitsPlan:
-        """What a run would remove, as far as it is known without measurements.
+        """The removal of a run, as far as it is known without measurements.
 
         Raises:
             PatternError: the cost cannot be reached.
         """
         pattern, sites = self.request.pattern, self.sites.sites
         choices = choices_of(sites, pattern, self.tied, None, self.offered)
-        costs: dict[Cost, Products] = {"macs": self.products, "parameters": self.products.entries}
         kept: Mapping[str, int] | None = None
         if pattern.sparsity == 0:
             kept = {site.name: site.count for site in sites}
         elif pattern.of != "latency":
-            held = costs[pattern.of].held
+            held = self._removable(pattern.of)
             limit = (1 - pattern.sparsity) * held.of({})
             require_reachable(choices, held, limit)
             if as_allocation(self.request.recipe.allocation).criterion == "uniform":
@@ -326,12 +325,10 @@ class SiteRemoval:
             paths, count = tuple(reader.path for reader in site.readers), None if kept is None else kept[site.name]
             units.append(PlannedUnits(site.name, site.kind, paths, site.count, count, least[site.name]))
         planned = []
-        for where in _WHERE:
-            for name, products in costs.items():
-                cost = products if where == _WHERE[1] else products.held
-                before = cost.of({})
-                most = before - pattern.sparsity * products.held.of({}) if name == pattern.of else None
-                planned.append(PlannedCost(name, before, most if kept is None else cost.of(kept), where))
+        for name, cost, where in self._cost_models():
+            before = cost.of({})
+            most = before - pattern.sparsity * self._removable(name).of({}) if name == pattern.of else None
+            planned.append(PlannedCost(name, before, most if kept is None else cost.of(kept), where))
         return UnitsPlan(tuple(units), tuple(planned), tuple(self.callbacks.notes))
 
     def solve(self, frozen: frozenset[str]) -> Report:
@@ -436,11 +433,17 @@ class SiteRemoval:
     def costs(self) -> list[CostRecord]:
         """Multiplications and entries before and after."""
         after = {name: len(units) for name, units in self.kept.items()}
-        costs = []
+        return [CostRecord(name, cost.of({}), cost.of(after), where) for name, cost, where in self._cost_models()]
+
+    def _cost_models(self) -> Iterator[tuple[Cost, Products, str]]:
+        """Every cost with its name, and of which layers it is."""
         for where, products in zip(_WHERE, (self.products.held, self.products), strict=True):
-            costs.append(CostRecord("macs", products.of({}), products.of(after), where))
-            costs.append(CostRecord("parameters", products.entries.of({}), products.entries.of(after), where))
-        return costs
+            yield "macs", products, where
+            yield "parameters", products.entries, where
+
+    def _removable(self, cost: Cost) -> Products:
+        """A cost of the layers that hold units, whose share is removed."""
+        return self.products.held if cost == "macs" else self.products.held.entries
 
     def refitted(self, report: Report) -> list[str]:
         """Names of the layers that lost no inputs, if they were fitted to the dense outputs."""

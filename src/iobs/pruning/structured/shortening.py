@@ -114,7 +114,7 @@ class PartRemoval:
         return keep
 
     def plan(self) -> UnitsPlan:
-        """What a run would remove."""
+        """The removal of a run."""
         parts, keep = self.parts, self.keep
         units = tuple(PlannedUnits(each.path, parts.kind, (), each.count, keep, keep) for each in parts.lists)
         before = float(sum(value.numel() for value in self.model.parameters()))
