@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
+from iobs.pruning.structure.config_widths import ConfigWidths, widths_of
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import Site, checked_sites
 from iobs.pruning.structure.traced_batches import shortened
-from iobs.pruning.structure.widths import Widths, configure, widths_of
 from iobs.pruning.widths.clock import Example, called_in
 
 ensure_torchvision()
@@ -104,7 +104,7 @@ def outputs(model: nn.Module, batch: Any) -> list[Tensor]:
     return [value for value in values if value.is_floating_point()]
 
 
-def chosen(sites: Sequence[Site], widths: Widths) -> dict[str, list[int]]:
+def chosen(sites: Sequence[Site], widths: ConfigWidths) -> dict[str, list[int]]:
     """Random units to keep, equal numbers in layers of one width that the class can load; none of the refused."""
     draw = random.Random(0)
     counts = {site.name: site.count for site in sites}
@@ -133,7 +133,7 @@ def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) / scale
 
 
-def reasons(widths: Widths, sites: Sequence[Site]) -> dict[str, str]:
+def reasons(widths: ConfigWidths, sites: Sequence[Site]) -> dict[str, str]:
     """One reason for each kind of units that the class cannot remove."""
     kinds = {site.name: site.kind for site in sites}
     found: dict[str, str] = {}
@@ -165,7 +165,7 @@ def measure(library: str, kind: str, name: str) -> Row:
     before = sum(value.numel() for value in model.parameters())
     wide, dense = outputs(zeroed(model, sites, kept), batch), outputs(model, batch)
     remove(model, sites, kept)
-    row["fields"] = configure(model, widths, {name: len(units) for name, units in kept.items()})
+    row["fields"] = widths.configure(model, {name: len(units) for name, units in kept.items()})
     row["removed"] = 1 - sum(value.numel() for value in model.parameters()) / before
     narrow = outputs(model, batch)
     row["difference"], row["effect"] = difference(wide, narrow), difference(dense, narrow)

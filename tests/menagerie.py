@@ -188,6 +188,17 @@ class Recurrent(nn.Module):
         return self.head(state)
 
 
+class Amplifying(nn.Module):
+    """Its outputs turn the rounding of sums in float32 into differences of a percent."""
+
+    def __init__(self, frequency):
+        super().__init__()
+        self.first, self.last, self.frequency = nn.Linear(8, 256), nn.Linear(256, 4), frequency
+
+    def forward(self, x):
+        return torch.sin(self.frequency * self.last(torch.relu(self.first(x))))
+
+
 def perceptron_batches(count: int = 4, size: int = 16):
     generator = torch.Generator().manual_seed(1)
     return [

@@ -21,9 +21,8 @@ from iobs.pruning.plan.unit_curves import Curves
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure import expected, trace
-from iobs.pruning.structure.expected import Expected
+from iobs.pruning.structure.expected import Expected, require_rebuilt
 from iobs.pruning.structure.sites import traced_sites
-from iobs.pruning.whole import run as whole
 from iobs.pruning.widths.costs import Products
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -188,15 +187,15 @@ def test_large_model_is_built_from_its_configuration_without_a_copy(monkeypatch)
     monkeypatch.setattr(expected, "_COPY_LIMIT", 0)
     told = Callbacks([])
     with pytest.raises(ModelError, match="depend on their place"):
-        whole._require_loadable(shorter(Placed), text(), told)
+        require_rebuilt(shorter(Placed), text(), told.on_note)
     model = shorter(LlamaForCausalLM)
-    whole._require_loadable(model, text(), told)
+    require_rebuilt(model, text(), told.on_note)
     assert told.notes == []
     assert not any(value.is_meta for value in (*model.parameters(), *model.buffers()))
     model.config.intermediate_size = 20
     with pytest.raises(ModelError, match=r"cannot be built from its new configuration: Error.* in loading"):
-        whole._require_loadable(model, text(), told)
-    whole._require_loadable(shorter(Reading), text(), told)
+        require_rebuilt(model, text(), told.on_note)
+    require_rebuilt(shorter(Reading), text(), told.on_note)
     assert [one.split(":")[0] for one in told.notes] == [
         "Not checked that Reading can be built from its new configuration"
     ]

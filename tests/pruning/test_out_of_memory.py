@@ -20,7 +20,7 @@ from iobs.pruning.descent.scoring import dense_copy
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.runtime.ranks import explained
-from iobs.pruning.structure import verification
+from iobs.pruning.structure import expected
 from iobs.pruning.structure.sites import find_sites
 
 FULL = [
@@ -136,8 +136,8 @@ def parametrisation_is_inverted(monkeypatch):
 def site_is_verified(monkeypatch):
     model, batch = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval(), torch.randn(2, 4)
     sites = find_sites(model, batch)
-    monkeypatch.setattr(verification, "remove", Full())
-    verification.verify(model, [batch], sites)
+    monkeypatch.setattr(expected, "remove", Full())
+    expected.verify(model, [batch], sites)
 
 
 def model_is_observed(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import families
 import pytest
 import torch
+from menagerie import Amplifying
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -23,10 +24,12 @@ from iobs.errors import (
     PatternError,
     ProblemError,
 )
-from iobs.pruning import structured
 from iobs.pruning.decisions import widths
+from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structured import narrowing
+from iobs.pruning.structured import run as structured
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
@@ -118,30 +121,22 @@ def test_chain_of_convolutions_is_narrowed_with_biases():
     assert model(pictures()[0]).shape == (20, 6, 4, 4)
 
 
-class OwnLinear(nn.Module):
+class Own(nn.Module):
     """A layer that no class of torch tells."""
 
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, *kernel):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.weight = nn.Parameter(torch.randn(outputs, inputs, *kernel) / inputs**0.5)
 
     def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight)
+        functional = nn.functional
+        return functional.conv2d(x, self.weight, stride=2) if x.ndim > 2 else functional.linear(x, self.weight)
 
 
-class OwnConvolution(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3) / inputs**0.5)
-
-    def forward(self, x):
-        return torch.nn.functional.conv2d(x, self.weight, stride=2)
-
-
-@pytest.mark.parametrize(("kind", "shape", "macs"), [(OwnLinear, (6,), 144), (OwnConvolution, (6, 29, 29), 184896)])
-def test_products_are_counted_without_modules_of_torch(kind, shape, macs):
+@pytest.mark.parametrize(("kernel", "shape", "macs"), [((), (6,), 144), ((3, 3), (6, 29, 29), 184896)])
+def test_products_are_counted_without_modules_of_torch(kernel, shape, macs):
     torch.manual_seed(0)
-    model = nn.Sequential(kind(6, 16), nn.ReLU(), kind(16, 3)).eval()
+    model = nn.Sequential(Own(6, 16, *kernel), nn.ReLU(), Own(16, 3, *kernel)).eval()
     report = iobs.prune(model, [torch.randn(40, *shape)], "structured:50%", "one-shot")
     assert [(cost.before, cost.after) for cost in report.costs[::2][:2]] == [(macs, macs / 2)] * 2
     assert model[0].weight.shape[0] == model[2].weight.shape[1] == 8
@@ -184,7 +179,7 @@ def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
     report = iobs.prune(model, data, "structured:40%", "one-shot")
     assert model[1].conv1.weight.dtype == dtype
     assert report.costs[0].share <= 0.6
-    expected = structured.Expected.of(model, data[0])
+    expected = Expected.of(model, data[0])
     expected.require(model)
     with torch.no_grad():
         model[1].conv2.weight[:, :1] = 0  # one channel of one layer; a tolerance of the dtype would let it pass
@@ -193,21 +188,13 @@ def test_narrower_network_in_short_floats_is_checked_in_float32(dtype):
 
 
 def test_small_difference_of_the_narrower_network_is_measured_again_in_float64():
-    class Amplifying(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 256), nn.Linear(256, 4)
-
-        def forward(self, x):
-            return torch.sin(3e4 * self.last(torch.relu(self.first(x))))
-
     torch.manual_seed(0)
-    narrow, data = Amplifying().eval(), torch.randn(64, 8)
+    narrow, data = Amplifying(3e4).eval(), torch.randn(64, 8)
     wide, (site,) = copy.deepcopy(narrow), find_sites(narrow, data)
     kept = [*range(0, 256, 2)]
     zero_columns(wide, site, kept)
     remove(narrow, [site], {site.name: kept})
-    expected = structured.Expected.of(wide, data)
+    expected = Expected.of(wide, data)
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(narrow)
     expected.require(narrow, wide)
@@ -215,13 +202,6 @@ def test_small_difference_of_the_narrower_network_is_measured_again_in_float64()
         narrow.last.bias += 1e-7
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(narrow, wide)
-
-
-def test_layer_smaller_than_the_multiple_keeps_its_units():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(12), Block(48)).eval()
-    iobs.prune(model, pictures(), iobs.Structured(0.3, multiple_of=16), "one-shot")
-    assert [model[at].conv1.out_channels for at in (1, 2)] == [12, 16]
 
 
 def test_narrower_network_gets_zeros_on_a_grid():
@@ -290,11 +270,18 @@ def test_nothing_is_measured_or_changed_if_nothing_is_removed(recipe, of, monkey
         assert torch.equal(before, after)
 
 
-def test_widths_are_multiples():
-    model = network()  # its dense widths are 12 and 16
-    report = iobs.prune(model, pictures(), iobs.Structured(0.4, multiple_of=8), "fast")
-    assert [(one.before, one.after) for one in report.widths] == [(12, 8), (16, 8)]
-    assert [model[at].conv1.out_channels for at in (1, 2)] == [8, 8]
+@pytest.mark.parametrize(
+    ("dense", "share", "multiple", "kept"),
+    [((12, 16), 0.4, 8, [8, 8]), ((12, 48), 0.3, 16, [12, 16])],  # a layer smaller than the multiple keeps its units
+)
+def test_widths_are_multiples(dense, share, multiple, kept):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *map(Block, dense)).eval()
+    report = iobs.prune(model, pictures(), iobs.Structured(share, multiple_of=multiple), "one-shot")
+    assert [(width.before, width.after) for width in report.widths] == [*zip(dense, kept, strict=True)][
+        -len(report.widths) :
+    ]
+    assert [model[at].conv1.out_channels for at in (1, 2)] == kept
 
 
 def test_language_model_has_equal_widths_and_loads_unpatched(tmp_path):
@@ -348,22 +335,13 @@ def test_bars_of_widths_have_one_scale_for_each_kind():
     assert page.count("width:50.00%") == page.count("width:25.00%") == 1
 
 
-def test_failed_run_leaves_the_model_as_it_was():
-    model = network()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    class Stop(iobs.Callback):
-        def on_layer(self, entry, index):
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        iobs.prune(model, pictures(), "structured:30%", "one-shot", callbacks=[Stop()])
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-IN_THE_LONG_SET = {(network, "configure"), (llama, "require"), (llama, "seconds_of")}
+FAILURES = {  # from the first layer to the last measurement
+    "layer": "callbacks.LoggingCallback.on_layer",
+    "configure": "structure.config_widths.ConfigWidths.configure",
+    "require": "structure.expected.Expected.require",
+    "seconds": "structured.run._seconds",
+}
+IN_THE_LONG_SET = {(network, "configure"), (llama, "layer"), (llama, "require"), (llama, "seconds")}
 
 
 @pytest.mark.parametrize(
@@ -372,21 +350,18 @@ IN_THE_LONG_SET = {(network, "configure"), (llama, "require"), (llama, "seconds_
         pytest.param(
             *case, id=f"{case[0].__name__}-{case[1]}", marks=[pytest.mark.slow] if case in IN_THE_LONG_SET else []
         )
-        for case in product((network, llama), ("require", "configure", "seconds_of"))
+        for case in product((network, llama), FAILURES)
     ],
 )
-def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build, fails):
+def test_failed_run_leaves_the_model_as_it_was(monkeypatch, build, fails):
     model, data = build(), pictures() if build is network else text()
     before, tensors = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
-    told = copy.deepcopy(model.config.to_dict()) if build is llama else None
+    config = copy.deepcopy(model.config.to_dict()) if build is llama else None
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    if fails == "require":
-        monkeypatch.setattr(structured.Expected, fails, fail)
-    else:
-        monkeypatch.setattr(structured, fails, fail)
+    monkeypatch.setattr(f"iobs.pruning.{FAILURES[fails]}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, data, "structured:30%", "one-shot")
     after = model.state_dict()
@@ -394,7 +369,7 @@ def test_failure_after_the_removal_leaves_the_model_as_it_was(monkeypatch, build
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(value is tensors[name] for name, value in model.named_parameters())
     if build is llama:
-        assert model.config.to_dict() == told
+        assert model.config.to_dict() == config
         model(**data[0])
     else:
         assert (model[1].conv1.out_channels, model[1].bn1.num_features) == (12, 12)
@@ -566,26 +541,34 @@ def test_dense_time_is_that_of_the_network_without_the_biases_of_the_run(monkeyp
     assert timed == [dense]
 
 
-class Routed(nn.Module):
-    """Two experts, of which the first sample reaches one."""
+class Mixture(nn.Module):
+    """Two experts. Samples choose one by their first value, or the gate sends all of them to the second.
 
-    def __init__(self):
+    Noise in place of the outputs of the gate reaches both.
+    """
+
+    def __init__(self, gated=False, always=False, width=16):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
+        self.always, self.gate = always, nn.Linear(6, 2) if gated else None
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 6)) for _ in range(2)
+        )
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+            self.gate.bias.data = torch.tensor([-1.0, 1.0])
 
     def forward(self, x):
-        out = x.clone()
+        out, chosen = x.clone(), (x[:, 0] > 0).long() if self.gate is None else self.gate(x).argmax(-1)
         for number, expert in enumerate(self.experts):
-            chosen = (x[:, 0] > 0) == bool(number)
-            if bool(chosen.any()):
-                out[chosen] = expert(x[chosen])
+            if self.always or bool((chosen == number).any()):
+                out[chosen == number] = expert(x[chosen == number])
         return out
 
 
 def test_block_that_the_first_sample_does_not_call_keeps_its_units(monkeypatch):
     counted_as_operations(monkeypatch)
     torch.manual_seed(0)
-    model, given = Routed().eval(), torch.randn(80, 6)
+    model, given = Mixture().eval(), torch.randn(80, 6)
     given[:2, 0] = torch.tensor([-1, 1])  # two samples are traced
     report = iobs.prune(model, [given], iobs.Structured(0.3, of="latency"), "one-shot", holdout=0.0)
     assert [one.after for one in report.widths] == [11, 16]
@@ -597,43 +580,24 @@ def test_expert_that_the_first_batch_does_not_reach_keeps_its_units_with_a_note(
     torch.manual_seed(0)
     given = torch.randn(80, 6)
     batches = [given[given[:, 0] < 0], given[given[:, 0] > 0]][::order]
-    report = iobs.prune(Routed().eval(), batches, iobs.Structured(0.3), "fast", holdout=0.0, blocks=None)
+    report = iobs.prune(Mixture().eval(), batches, iobs.Structured(0.3), "fast", holdout=0.0, blocks=None)
     kept = {one.name: one.after for one in report.widths}
     reached, left = ["experts.0.2", "experts.1.2"][::order]
     assert kept[reached] < kept[left] == 16
     assert f"{left}: all units are kept, since no sample of the first calibration batch reaches" in str(report.notes)
 
 
-class Mixture(nn.Module):
-    """Two experts; the gate sends all samples to the second, but noise in its place reaches both."""
-
-    def __init__(self, always):
-        super().__init__()
-        self.always = always
-        self.gate = nn.Linear(6, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6)) for _ in range(2))
-        nn.init.zeros_(self.gate.weight)
-        self.gate.bias.data = torch.tensor([-1.0, 1.0])
-
-    def forward(self, x):
-        out, chosen = x.clone(), self.gate(x).argmax(-1)
-        for number, expert in enumerate(self.experts):
-            if self.always or bool((chosen == number).any()):
-                out[chosen == number] = expert(x[chosen == number])
-        return out
-
-
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize(("of", "allocation"), [("macs", "uniform"), ("parameters", "fisher")])
 def test_expert_without_a_token_keeps_its_units(always, of, allocation):
     torch.manual_seed(0)
-    model, given = Mixture(always).eval(), torch.randn(40, 6)
+    model, given = Mixture(True, always).eval(), torch.randn(40, 6)
     report = iobs.prune(model, [given], iobs.Structured(0.25, of=of), "one-shot", allocation=allocation)
     assert [(one.name, one.after) for one in report.widths] == [("experts.1.2", 12)]
     assert model.experts[0][0].weight.shape == (16, 6)
     assert "experts.0.2: all units are kept, since no calibration sample reaches them." in report.notes
     with pytest.raises(LayerSelectionError, match="No calibration sample reaches a layer that holds units"):
-        iobs.prune(Mixture(always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
+        iobs.prune(Mixture(True, always).eval(), [given], iobs.Structured(0.25), "one-shot", include="experts.0.2")
 
 
 class MixtureConfig(PreTrainedConfig):
@@ -651,9 +615,7 @@ class ConfiguredMixture(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.mixture = Mixture(False)
-        for expert in self.mixture.experts:
-            expert[0], expert[2] = nn.Linear(6, config.width), nn.Linear(config.width, 6)
+        self.mixture = Mixture(gated=True, width=config.width)
 
     def forward(self, x):
         return self.mixture(x)
@@ -662,7 +624,7 @@ class ConfiguredMixture(PreTrainedModel):
 def test_layers_of_one_width_keep_all_units_if_no_sample_reaches_one_of_them(monkeypatch):
     torch.manual_seed(0)
     model, given = ConfiguredMixture(MixtureConfig()).eval(), torch.randn(40, 6)
-    monkeypatch.setattr(structured, "run", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(narrowing, "run", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(LayerSelectionError, match=r"reaches mixture\.experts\.0\.2, and the configuration has one"):
         iobs.prune(model, [given], iobs.Structured(0.25), "one-shot")
 

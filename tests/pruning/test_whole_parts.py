@@ -26,35 +26,26 @@ from transformers import (
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
 from iobs.pruning.recipe.structured import STRUCTURED
-from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
-from iobs.pruning.structured_plan import planned_units
-from iobs.pruning.whole import experts
-from iobs.pruning.whole.blocks import Blocks
-from iobs.pruning.whole.experts import Experts
+from iobs.pruning.structured import experts
+from iobs.pruning.structured.blocks import Blocks
+from iobs.pruning.structured.experts import Experts
+from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.report import read_report
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MIXTURE = {**SIZE, **TOKENS, "num_hidden_layers": 2, "intermediate_size": 12}
+INNER = {**MIXTURE, "intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2}
 MIXTURES = {
-    "mixtral": lambda: MixtralConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_local_experts=6, num_experts_per_tok=2
-    ),
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12,
-        shared_expert_intermediate_size=20, num_experts=6, num_experts_per_tok=2,
-    ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
-        num_experts_per_tok=2, head_dim=4,
-    ),
-    "olmoe": lambda: OlmoeConfig(
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, num_experts_per_tok=2
-    ),
-    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(  # the matrix of its router lies in a module of its own
-        **SIZE, **TOKENS, num_hidden_layers=2, intermediate_size=12, num_experts=6, moe_topk=2, head_dim=4
-    ),
-}  # fmt: skip
+    "mixtral": lambda: MixtralConfig(**MIXTURE, num_local_experts=6, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**INNER, shared_expert_intermediate_size=20),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**INNER, head_dim=4),
+    "olmoe": lambda: OlmoeConfig(**MIXTURE, num_experts=6, num_experts_per_tok=2),
+    # The matrix of its router lies in a module of its own.
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**MIXTURE, num_experts=6, moe_topk=2, head_dim=4),
+}
 
 
 def built(config):
@@ -77,8 +68,26 @@ def text(seed=3):
 
 def gap(model, dense):
     with torch.no_grad():
-        wanted = torch.cat([dense(**one).logits for one in text(9)])
-        return float((torch.cat([model(**one).logits for one in text(9)]) - wanted).square().mean())
+        logits, expected = (torch.cat([each(**batch).logits for batch in text(9)]) for each in (model, dense))
+        return float((logits - expected).square().mean())
+
+
+def require_loaded(model, path):
+    """Require that the class of a model loads it unpatched, with the same outputs; return the loaded model."""
+    model.save_pretrained(path)
+    loaded = type(model).from_pretrained(path).eval()
+    torch.testing.assert_close(loaded(**text()[0])[0], model(**text()[0])[0])
+    return loaded
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def require_equal(model, before):
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 class Residual(nn.Module):
@@ -101,9 +110,7 @@ def test_fewer_blocks_are_loaded_unpatched(tmp_path, recipe):
     assert model.config.num_hidden_layers == len(model.model.layers) == 3
     assert [block.self_attn.layer_idx for block in model.model.layers] == [0, 1, 2]
     assert report.costs[0].share < 0.8
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    again = require_loaded(model, tmp_path)
     generated = [one.generate(text()[0]["input_ids"][:2], max_new_tokens=4, do_sample=False) for one in (again, model)]
     assert torch.equal(*generated)
     report.save(tmp_path / "report.json")
@@ -124,20 +131,14 @@ def test_blocks_of_a_model_of_short_floats_are_removed(tmp_path, whole):
 
 
 def test_router_that_divides_experts_into_groups_is_refused_with_the_reason():
-    model = built(
-        DeepseekV3Config(
-            **{**SIZE, "num_key_value_heads": 4}, **TOKENS, num_hidden_layers=2, intermediate_size=24,
-            moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
-            v_head_dim=4,
-        )
-    )  # fmt: skip
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = {**INNER, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 4}
+    del sizes["num_experts"]
+    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    model = built(DeepseekV3Config(**sizes, **groups, qk_rope_head_dim=4, qk_nope_head_dim=4))
+    before = state(model)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp does not compute with 7 experts"):
         iobs.prune(model, text(), iobs.Structured(0.25, units="experts"), "one-shot")
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    require_equal(model, before)
 
 
 def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
@@ -150,7 +151,7 @@ def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
     candidates = []
     for gone in range(5):
         plain = copy.deepcopy(dense)
-        with Blocks.found(plain, text()[0]).without({"model.layers": [gone]}):
+        with Blocks.find(plain, text()[0]).without({"model.layers": [gone]}):
             candidates.append(gap(plain, dense))
     assert gap(model, dense) < min(candidates)
 
@@ -174,10 +175,10 @@ def test_dense_score_is_that_of_the_dense_model(units):
 @pytest.mark.parametrize(("units", "share"), [("blocks", 0.4), ("experts", 0.5)])
 def test_plan_says_what_a_run_removes(units, share):
     model = llama(3) if units == "blocks" else built(MIXTURES["olmoe"]())
-    before = copy.deepcopy(model.state_dict())
+    before = state(model)
     pattern = iobs.Structured(share, units=units)
-    plan = planned_units(Store(model), text(), Asked(pattern, STRUCTURED["one-shot"], None, None, 0.1, 0, None))
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    plan = plan_structured(Store(model), text(), StructuredRequest(pattern, STRUCTURED["one-shot"]))
+    require_equal(model, before)
     report = iobs.prune(model, text(), pattern, "one-shot")
     assert [(one.name, one.count, one.kept) for one in plan.units] == [
         (one.name, one.before, one.after) for one in report.widths
@@ -198,24 +199,22 @@ def test_least_harmful_block_is_removed_first():
 
 
 def mixture_after_a_dense_block():
-    return built(
-        Qwen3MoeConfig(
-            **SIZE, **TOKENS, num_hidden_layers=3, intermediate_size=24, moe_intermediate_size=12, num_experts=6,
-            num_experts_per_tok=2, head_dim=4, mlp_only_layers=[0],
-        )
-    )  # fmt: skip
+    return built(Qwen3MoeConfig(**{**INNER, "num_hidden_layers": 3}, head_dim=4, mlp_only_layers=[0]))
 
 
 def test_a_block_that_the_class_needs_at_its_place_stays():
-    parts = Blocks.found(mixture_after_a_dense_block(), text()[0])
-    assert parts.chosen(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
+    parts = Blocks.find(mixture_after_a_dense_block(), text()[0])
+    assert parts.choose(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
 
 
 def test_blocks_that_the_class_cannot_lose_are_refused_before_the_refit(monkeypatch):
-    narrower = Blocks._narrower
-    monkeypatch.setattr(Blocks, "_narrower", lambda self, gone: narrower(self, [0]) if 2 not in gone else object())
-    monkeypatch.setattr("iobs.pruning.whole.run._Damage", lambda *_: iter([0.0, 1.0, 2.0, 0.0, 1.0]).__next__)
-    monkeypatch.setattr("iobs.pruning.whole.run.run", lambda *_, **__: pytest.fail("work was done"))
+    narrower = Blocks._shorter_config
+    monkeypatch.setattr(
+        Blocks, "_shorter_config", lambda self, gone: narrower(self, [0]) if 2 not in gone else object()
+    )
+    damages = iter([0.0, 1.0, 2.0, 0.0, 1.0])
+    monkeypatch.setattr("iobs.pruning.structured.shortening._Damage", lambda *_: damages.__next__)
+    monkeypatch.setattr("iobs.pruning.structured.shortening.run", lambda *_, **__: pytest.fail("work was done"))
     monkeypatch.setattr(Blocks, "_can_lose", lambda *_: False)
     with pytest.raises(ModelError, match="cannot be built with 2 blocks"):
         iobs.prune(mixture_after_a_dense_block(), text(), iobs.Structured(0.34, units="blocks"), "one-shot")
@@ -238,20 +237,24 @@ def test_parts_with_names_are_no_blocks():
     torch.manual_seed(0)
     head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
     model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
-    stacks = Blocks.found(model, torch.randn(40, 8)).stacks
+    stacks = Blocks.find(model, torch.randn(40, 8)).lists
     assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
     model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
     iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
     assert (len(model[0]), len(model[2])) == (3, 2)
 
 
-def test_conv1d_blocks_of_gpt2_are_removed(tmp_path):
-    model = built(GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS))
+BERT = BertConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, vocab_size=48)
+GPT2 = GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=48, n_positions=64, **TOKENS)
+
+
+@pytest.mark.parametrize("build", [lambda: built(GPT2), lambda: BertModel(BERT).eval()], ids=["gpt2", "bert"])
+def test_blocks_of_conv1d_and_blocks_that_end_in_a_norm_are_removed(build, tmp_path):
+    torch.manual_seed(0)
+    model = build()
     iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
-    assert model.config.n_layer == len(model.transformer.h) == 3
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
+    assert model.config.num_hidden_layers == 3
+    assert len(Blocks.find(require_loaded(model, tmp_path), text()[0]).rests) == 3
 
 
 @pytest.mark.parametrize(
@@ -265,17 +268,15 @@ def test_fewer_experts_are_loaded_unpatched(name, tmp_path):
     assert [(one.kind, one.before, one.after) for one in report.widths] == [("experts", 6, 4)] * 2
     assert all(0 < one.error < 1 for one in report.widths)
     assert report.costs[0].share < 1
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again = require_loaded(model, tmp_path)
     assert {vars(again.config).get(field) for field in ("num_experts", "num_local_experts")} - {None} == {4}
-    torch.testing.assert_close(again(**text()[0]).logits, model(**text()[0]).logits)
     assert not torch.allclose(model(**text()[0]).logits, dense(**text()[0]).logits, atol=1e-3)
 
 
 def test_one_expert_is_chosen_as_brute_force_does():
     model = built(MIXTURES["mixtral"]())
-    parts = Experts.found(model, text())
-    stack = parts.stacks[0]
+    parts = Experts.find(model, text())
+    stack = parts.lists[0]
     module, given = model.get_submodule(stack.path), parts.inputs[stack.path]
     with torch.no_grad():
         dense = module(given)
@@ -287,7 +288,7 @@ def test_one_expert_is_chosen_as_brute_force_does():
             values = values / values.sum(-1, keepdim=True)
             found = module.experts(given[:, 0], index, values)
             errors[gone] = float((found - dense[:, 0]).double().square().sum())
-    chosen = parts.chosen(5, lambda: 0.0)[stack.path]
+    chosen = parts.choose(5, lambda: 0.0)[stack.path]
     assert chosen == [min(errors, key=errors.get)]
     assert parts.errors[stack.path] == pytest.approx(
         min(errors.values()) / float(dense.double().square().sum()), rel=1e-4
@@ -302,15 +303,15 @@ def test_costs_of_texts_of_several_lengths_are_noted():
 
 def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_others():
     model = built(MIXTURES["mixtral"]())
-    parts = Experts.found(model, text())
-    mixture = model.get_submodule(parts.stacks[0].path)
+    mixture = model.get_submodule(Experts.find(model, text()).lists[0].path)
     mixture.num_shared_experts, mixture.num_routed_experts = 6, 6
-    with parts.without({stack.path: [1, 2] for stack in parts.stacks}):
+    parts = Experts.find(model, text())
+    with parts.without({stack.path: [1, 2] for stack in parts.lists}):
         assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
 
 
-PLACES = ("Expected.of", "_require_loadable", "seconds_of")  # before `finish` and after it
-IN_THE_LONG_SET = {("blocks", "Expected.of"), ("experts", "_require_loadable")}
+PLACES = ("shortening.Expected.of", "shortening.require_rebuilt", "run._seconds")  # before `finish` and after it
+IN_THE_LONG_SET = {("blocks", "shortening.Expected.of"), ("experts", "shortening.require_rebuilt")}
 
 
 @pytest.mark.parametrize(
@@ -322,33 +323,38 @@ IN_THE_LONG_SET = {("blocks", "Expected.of"), ("experts", "_require_loadable")}
 )
 def test_a_failed_run_leaves_the_model_as_it_was(monkeypatch, units, fails):
     model = llama(3) if units == "blocks" else built(MIXTURES["mixtral"]())
-    before, dense = copy.deepcopy(model.state_dict()), model(**text()[0]).logits
+    before, dense = state(model), model(**text()[0]).logits
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    told = model.config.to_dict()
-    monkeypatch.setattr(f"iobs.pruning.whole.run.{fails}", fail)
+    config = model.config.to_dict()
+    monkeypatch.setattr(f"iobs.pruning.structured.{fails}", fail)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units=units), "one-shot")
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert model.config.to_dict() == told
+    require_equal(model, before)
+    assert model.config.to_dict() == config
     assert torch.equal(model(**text()[0]).logits, dense)
 
 
-def test_impossible_requests_are_refused():
-    with pytest.raises(PatternError, match="less than a half of one"):
-        iobs.prune(llama(), text(), iobs.Structured(0.05, units="blocks"))
-    with pytest.raises(PatternError, match="2 are needed"):
-        iobs.prune(built(MIXTURES["mixtral"]()), text(), iobs.Structured(0.9, units="experts"))
-    with pytest.raises(LayerSelectionError, match="No experts"):
-        iobs.prune(llama(), text(), iobs.Structured(0.3, units="experts"))
-    with pytest.raises(ModelError, match="Experts are removed from models of transformers"):
-        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="experts"))
-    with pytest.raises(LayerSelectionError, match="No blocks"):
-        iobs.prune(nn.Linear(3, 3), [torch.ones(2, 3)], iobs.Structured(0.3, units="blocks"))
+@pytest.mark.parametrize(
+    ("build", "units", "share", "error", "message"),
+    [
+        (llama, "blocks", 0.05, PatternError, "less than a half of one"),
+        (lambda: built(MIXTURES["mixtral"]()), "experts", 0.9, PatternError, "2 are needed"),
+        (llama, "experts", 0.3, LayerSelectionError, "No experts"),
+        (lambda: nn.Linear(3, 3), "experts", 0.3, ModelError, "Experts are removed from models of transformers"),
+        (lambda: nn.Linear(3, 3), "blocks", 0.3, LayerSelectionError, "No blocks"),
+    ],
+)
+def test_impossible_requests_are_refused(build, units, share, error, message):
+    model = build()
+    data = [torch.ones(2, 3)] if isinstance(model, nn.Linear) else text()
+    with pytest.raises(error, match=message):
+        iobs.prune(model, data, iobs.Structured(share, units=units))
+
+
+def test_settings_of_widths_are_refused_for_blocks():
     with pytest.raises(ProblemError, match="leave out include"):
         iobs.prune(llama(), text(), iobs.Structured(0.3, units="blocks"), include="*")
     for changes in ({"of": "latency"}, {"of": "parameters"}, {"multiple_of": 8}, {"uniform": True}):
@@ -362,39 +368,26 @@ def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch)
     model = built(MIXTURES["mixtral"]())
     layer = model.model.layers[1]
     monkeypatch.setattr(layer, "forward", lambda hidden, **kwargs: hidden)
-    monkeypatch.setattr(Experts, "chosen", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(Experts, "choose", lambda *_: pytest.fail("work was done"))
     with pytest.raises(LayerSelectionError, match=r"No calibration sample calls the mixture model\.layers\.1\.mlp"):
         iobs.prune(model, text(), iobs.Structured(0.34, units="experts"), "one-shot")
 
 
-def test_blocks_that_end_in_a_norm_are_removed_too(tmp_path):
-    config = BertConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24, vocab_size=48)
-    torch.manual_seed(0)
-    model = BertModel(config).eval()
-    iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
-    assert model.config.num_hidden_layers == 3
-    model.save_pretrained(tmp_path)
-    again = BertModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(again(**text()[0]).last_hidden_state, model(**text()[0]).last_hidden_state)
-
-
 def test_an_interrupted_choice_leaves_all_experts(monkeypatch):
     model = built(MIXTURES["mixtral"]())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = state(model)
     outputs, calls = experts._output, []
 
-    def interrupted(*given):
-        calls.append(given)
+    def interrupted(*args):
+        calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return outputs(*given)
+        return outputs(*args)
 
     monkeypatch.setattr(experts, "_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units="experts"), "one-shot")
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    require_equal(model, before)
 
 
 def test_the_input_of_a_mixture_stays_as_it_is():
@@ -420,8 +413,8 @@ def test_experts_are_judged_without_padding():
     model, (batch, *_) = built(MIXTURES["mixtral"]()), text()
     mask = torch.ones_like(batch["input_ids"])
     mask[:, 12:] = 0
-    short = Experts.found(model, [{"input_ids": batch["input_ids"][:, :12]}])
-    padded = Experts.found(model, [{**batch, "attention_mask": mask}])
+    short = Experts.find(model, [{"input_ids": batch["input_ids"][:, :12]}])
+    padded = Experts.find(model, [{**batch, "attention_mask": mask}])
     for path, given in short.inputs.items():
         torch.testing.assert_close(padded.inputs[path], given)
 

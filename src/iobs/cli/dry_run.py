@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from iobs.pruning.coverage import Reason
     from iobs.pruning.forecast import Forecast
     from iobs.pruning.store import Store
-    from iobs.pruning.structured_plan import PlannedCost, UnitsPlan
+    from iobs.pruning.structured_report import PlannedCost, UnitsPlan
     from iobs.pruning.workspace import Request
 
 
@@ -112,16 +112,16 @@ def show_units(loaded: LoadedModel, store: Store, asked: RunSettings, as_json: b
     """
     from iobs.cli.loading import batches_of_run
     from iobs.core.structured import Structured
-    from iobs.pruning import removable
     from iobs.pruning.runtime.ranks import current
-    from iobs.pruning.structured_plan import planned_units
+    from iobs.pruning.structured.run import plan_structured, require_possible
+    from iobs.pruning.structured_report import StructuredRequest
 
     options, pattern = asked.options, asked.options.pattern
     assert isinstance(pattern, Structured)
     named = (options.include, options.ignore)
-    wanted = removable.Asked(pattern, asked.recipe, *named, options.holdout, options.seed, None)
-    removable.require_possible(store, wanted)  # before the data are read
-    plan = planned_units(store, store.collect_batches(batches_of_run(loaded, options)[2]), wanted)
+    request = StructuredRequest(pattern, asked.recipe, *named, options.holdout, options.seed)
+    require_possible(store, request)  # before the data are read
+    plan = plan_structured(store, store.collect_batches(batches_of_run(loaded, options)[2]), request)
     if not current().first:
         return
     about = _about_the_units(pattern, plan)

@@ -19,7 +19,7 @@ from iobs.core.patterns import Grid
 from iobs.errors import ModelError
 from iobs.exports.source import Source, Written, is_pretrained, needed
 from iobs.exports.values import Codes, choose_codes
-from iobs.pruning.structure.shapes import built, shapes_of
+from iobs.pruning.structure.config_widths import built_shapes, shapes_of
 
 _FORMAT = "pack-quantized"
 
@@ -70,8 +70,9 @@ def _require_widths(module: nn.Module) -> None:
     Raises:
         ModelError: it has others.
     """
-    shapes = built(module, module.config)
-    if isinstance(shapes, str):  # code that builds itself in another way
+    try:
+        shapes = built_shapes(module, module.config)
+    except ModelError:  # code that builds itself in another way
         return
     for name, shape in shapes_of(module).items():
         if shapes.get(name, shape) != shape:

@@ -6,8 +6,8 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     samples      calibration samples: what a batch is, its outputs, subsets
     coverage     the share of a model that was pruned, and why the rest stayed dense
     report       results of a run, as plain records
-    structured_report    results of a run that removed units: widths and costs
     recipe       settings of a run, as frozen values: Recipe, Rounds, FineTune, Allocation, Rule
+    structured_report    a run that removes units: request, plan, and report of widths and costs
     network      the model: its weight matrices, the selection of layers, its modes
     structure    units of a network (channels, neurons, heads), and their physical removal
     runtime      processes and storage: checkpoints, ranks, memory
@@ -28,10 +28,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     cost         time and memory that a run will take
     blockwise    stores of models of which one or two blocks are on the device at a time
     algorithm    Algorithm 2: the loop over rounds and layers
-    removable    units that a run may remove, found and checked before any of its work
-    structured   iobs.prune for units: the loop on the layers that read them, then their removal
-    whole        iobs.prune for blocks and experts: their choice, their removal, the refit of what follows
-    structured_plan  what a run that removes units would do, without removing any
+    structured   iobs.prune for units: one path of check, choice, solution and removal, or the plan alone
     driver       iobs.prune
 """
 

@@ -30,13 +30,12 @@ from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
-from iobs.pruning.removable import Asked, require_possible
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
-from iobs.pruning.structured import prune_units
-from iobs.pruning.whole.run import prune_whole
+from iobs.pruning.structured.run import prune_structured, require_possible
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.workspace import Request, Workspace
 
 
@@ -105,12 +104,11 @@ def prune(
     listeners = [LoggingCallback(), *callbacks]
     if isinstance(wanted, Structured):
         units = as_structured_recipe(recipe).but(**changes)
-        request_of_units = Asked(wanted, units, include, ignore, holdout, seed, checkpoint)
+        request_of_units = StructuredRequest(wanted, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
-            chosen_run = prune_whole if wanted.whole else prune_units
-            return chosen_run(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
+            return prune_structured(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
     require_whole(wanted, store.whole)

@@ -1,15 +1,88 @@
-"""Report of a run that removed whole units: widths and costs before and after."""
+"""A run that removes whole units: its request, its plan, and its report of widths and costs before and after."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from iobs.core.structured import Structured
 from iobs.core.wording import plural
 from iobs.errors import listed
+from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import JsonObject, Report
 
 SECONDS = "seconds"  # name of the cost that is a measured time
 FASTER = 0.98  # a network with a larger share of the dense time is not called faster
+
+
+@dataclass(frozen=True)
+class StructuredRequest:
+    """Arguments of `iobs.prune` for a run that removes units; `iobs.prune` describes them."""
+
+    pattern: Structured
+    recipe: Recipe
+    include: str | Sequence[str] | None = None
+    ignore: str | Sequence[str] | None = None
+    holdout: float = 0.1
+    seed: int = 0
+    checkpoint: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class PlannedUnits:
+    """Units of one site, or blocks or experts of one list.
+
+    Attributes:
+        name: of the site, as in the report.
+        kind: "channels", "neurons", "heads", "blocks" or "experts".
+        layers: paths of the layers that read the units; none of blocks and experts.
+        count: number of units.
+        kept: number that stays; None: the run chooses it.
+        least: fewest that the run may keep.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[str, ...]
+    count: int
+    kept: int | None
+    least: int
+
+
+@dataclass(frozen=True)
+class PlannedCost:
+    """One cost of the dense model, and what is left of it.
+
+    Attributes:
+        name: "macs" or "parameters".
+        before: of the dense model.
+        most: upper bound of what is left; None: known after the run.
+        where: of which layers.
+    """
+
+    name: str
+    before: float
+    most: float | None
+    where: str
+
+
+@dataclass(frozen=True)
+class UnitsPlan:
+    """Plan of a run that removes units.
+
+    A run chooses most widths by measurements. What is known before: the units, the cost of the dense model, and the
+    share of the cost that is asked. With equal shares of all sites (`allocation="uniform"`) the widths are known too.
+
+    Attributes:
+        units: in the order of the forward pass.
+        costs: of the dense model.
+        notes: what the run would note, such as sites that keep all units.
+    """
+
+    units: tuple[PlannedUnits, ...]
+    costs: tuple[PlannedCost, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass
@@ -74,28 +147,27 @@ class StructuredReport(Report):
     @property
     def removed(self) -> float:
         """Share of all units that were removed."""
-        before = sum(one.before for one in self.widths)
-        return 1 - sum(one.after for one in self.widths) / max(1, before)
+        before = sum(width.before for width in self.widths)
+        return 1 - sum(width.after for width in self.widths) / max(1, before)
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> StructuredReport:
         """Rebuild a report from the result of `as_dict`."""
         values = dict(values)
-        widths = [WidthRecord(**one) for one in values.pop("widths")]
-        costs = [CostRecord(**one) for one in values.pop("costs")]
-        found = super().from_dict(values)
-        assert isinstance(found, StructuredReport)
-        found.widths, found.costs = widths, costs
-        return found
+        widths = [WidthRecord(**width) for width in values.pop("widths")]
+        costs = [CostRecord(**cost) for cost in values.pop("costs")]
+        report = super().from_dict(values)
+        assert isinstance(report, StructuredReport)
+        report.widths, report.costs = widths, costs
+        return report
 
     def counts(self) -> list[str]:
         """Units that are left, one sentence for each kind."""
-        kinds = dict.fromkeys(one.kind for one in self.widths)
         lines = []
-        for kind in kinds:
-            own = [one for one in self.widths if one.kind == kind]
-            before, after = sum(one.before for one in own), sum(one.after for one in own)
-            where = plural(len(own), "mixture" if kind == "experts" else "layer")
+        for kind in dict.fromkeys(width.kind for width in self.widths):
+            widths = [width for width in self.widths if width.kind == kind]
+            before, after = sum(width.before for width in widths), sum(width.after for width in widths)
+            where = plural(len(widths), "mixture" if kind == "experts" else "layer")
             lines.append(f"{after:,} of {before:,} {kind} are left{'' if kind == 'blocks' else f' in {where}'}.")
         return lines
 
@@ -139,5 +211,5 @@ class StructuredReport(Report):
             name = "one shot" if record.kind == "projection" else f"fine-tuning, {len(record.step_losses)} steps"
             loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
             lines.append(f"  {number + 1}. {name}: loss {'-' if loss is None else f'{loss:.4g}'}{best}")
-        lines += [f"  {one.before:5} -> {one.after:5} {one.kind}  {one.name}" for one in self.widths]
+        lines += [f"  {width.before:5} -> {width.after:5} {width.kind}  {width.name}" for width in self.widths]
         return "\n".join(lines)

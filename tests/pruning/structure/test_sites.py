@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from menagerie import Amplifying
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -114,8 +115,8 @@ def summary(sites):
 
 def outputs(model, batch):
     with torch.no_grad():
-        found = model(**batch) if isinstance(batch, dict) else model(batch)
-    return found if isinstance(found, torch.Tensor) else found.logits
+        output = model(**batch) if isinstance(batch, dict) else model(batch)
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 def without_units(model, sites, kept):
@@ -414,17 +415,6 @@ def test_experts_that_few_samples_reach_are_found_or_refused_with_a_reason(monke
     missed = {name for name, reason in once.refused.items() if reason.startswith("noise in place of a few samples")}
     assert missed
     assert called <= missed | {one.name for one in once.sites}
-
-
-class Amplifying(nn.Module):
-    """Its outputs turn the rounding of sums in float32 into differences of a percent."""
-
-    def __init__(self, frequency):
-        super().__init__()
-        self.first, self.last, self.frequency = nn.Linear(8, 256), nn.Linear(256, 4), frequency
-
-    def forward(self, x):
-        return torch.sin(self.frequency * self.last(torch.relu(self.first(x))))
 
 
 def test_network_that_amplifies_rounding_of_float32_loses_units():

@@ -11,62 +11,60 @@ from torch.nn.utils.parametrizations import weight_norm
 import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.traced_batches import shortened, traced_batches
-from iobs.pruning.structured_plan import planned_units
+from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured_report import StructuredRequest
 
 ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()
 
 
 class Body(nn.Module):
-    """Two hidden layers and two heads."""
+    """Two hidden layers and two heads; a function of the model, the hidden state and the input gives the outputs."""
 
-    def __init__(self):
+    def __init__(self, out=None):
         super().__init__()
         self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 10)
         self.last, self.other = nn.Linear(10, 3), nn.Linear(10, 2)
+        self.out = out or (lambda model, hidden, x: model.last(hidden))
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x).relu()).relu()
 
     def forward(self, x):
-        return self.last(self.hidden(x))
+        return self.out(self, self.hidden(x), x)
 
 
 def plan(model, data=(ROWS,)):
-    asked = Asked(iobs.Structured(0.3), Recipe.preset("one-shot"), None, None, 0.1, 0, None)
-    found = planned_units(Store(model.eval()), list(data), asked)
-    return [(one.name, one.layers, one.count) for one in found.units], found.notes
+    request = StructuredRequest(iobs.Structured(0.3), Recipe.preset("one-shot"))
+    result = plan_structured(Store(model.eval()), list(data), request)
+    return [(units.name, units.layers, units.count) for units in result.units], result.notes
+
+
+def names(model):
+    return [name for name, _, _ in plan(model)[0]]
 
 
 def pruned(model, data=(ROWS,)):
     return iobs.prune(model.eval(), list(data), iobs.Structured(0.3), "one-shot", solver="magnitude", holdout=0.0)
 
 
-class Constant(Body):
-    def forward(self, x):
-        return self.last(self.hidden(x).unflatten(1, (2, 5)).flatten(1))
-
-
-def test_units_that_code_counts_are_kept_with_a_reason():
-    units, notes = plan(Constant())
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        (lambda model, hidden, x: model.last(hidden.unflatten(1, (2, 5)).flatten(1)), "unflatten"),
+        (
+            lambda model, hidden, x: model.last(hidden) * (30 // (hidden.shape[1] // 10)),
+            "integer division or modulo by zero",
+        ),
+    ],
+)
+def test_units_that_code_counts_are_kept_with_a_reason(out, reason):
+    units, notes = plan(Body(out))
     assert [name for name, _, _ in units] == ["second"]
     assert len(notes) == 1
-    assert notes[0].startswith("last: all units are kept, since the narrower Constant fails (unflatten")
-
-
-class Divided(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden) * (30 // (hidden.shape[1] // 10))
-
-
-def test_units_that_code_divides_by_are_kept_with_a_reason():
-    units, notes = plan(Divided())
-    assert [name for name, _, _ in units] == ["second"]
-    assert "the narrower Divided fails (integer division or modulo by zero)" in notes[0]
+    assert notes[0].startswith(f"last: all units are kept, since the narrower Body fails ({reason}")
 
 
 def test_networks_whose_norms_mix_all_units_are_told_what_is_left():
@@ -106,37 +104,25 @@ def test_readers_that_no_solver_takes_are_named():
         plan(nn.Sequential(nn.Flatten(), TwoInOne()))
 
 
-class Probed(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden), self.other(hidden.detach()), self.other(hidden.data)
-
-
 def test_layers_that_pass_no_gradient_read_units():
-    assert plan(Probed())[0] == [("second", ("second",), 12), ("other", ("other", "last"), 10)]
+    model = Body(lambda model, h, x: (model.last(h), model.other(h.detach()), model.other(h.data)))
+    assert plan(model)[0] == [("second", ("second",), 12), ("other", ("other", "last"), 10)]
 
 
-class Numbers(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden) * hidden.mean().item()
+def numbers(model, hidden, x):
+    return model.last(hidden) * hidden.mean().item()
 
 
-class Largest(Body):
+def largest(model, hidden, x):
     """A condition, which has no gradient, compares all units with the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.second.bias.data[0] = 9
-
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden * (hidden > hidden.amax(1, keepdim=True) / 5))
+    return model.last(hidden * (hidden > hidden.amax(1, keepdim=True) / 5))
 
 
-@pytest.mark.parametrize("build", [Numbers, Largest])
-def test_units_that_others_depend_on_are_kept(build):
-    assert [name for name, _, _ in plan(build())[0]] == ["second"]
+@pytest.mark.parametrize("out", [numbers, largest])
+def test_units_that_others_depend_on_are_kept(out):
+    model = Body(out)
+    model.second.bias.data[0] = 9
+    assert names(model) == ["second"]
 
 
 @dataclass
@@ -145,22 +131,11 @@ class Answer:
     features: torch.Tensor
 
 
-class Features(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return Answer(self.last(hidden), hidden)
-
-
 def test_units_in_a_dataclass_are_kept():
-    model = Features()
+    model = Body(lambda model, hidden, x: Answer(model.last(hidden), hidden))
     report = pruned(model)
-    assert [(one.name, one.before) for one in report.widths] == [("second", 12)]
+    assert [(width.name, width.before) for width in report.widths] == [("second", 12)]
     assert model(ROWS).features.shape == (12, 10)
-
-
-class Opaque(Body):
-    def forward(self, x):
-        return Box(self.last(self.hidden(x)))
 
 
 class Box:
@@ -170,22 +145,14 @@ class Box:
 
 def test_outputs_that_cannot_be_read_are_refused():
     with pytest.raises(CalibrationError, match="returned a Box without a tensor in it"):
-        plan(Opaque())
-
-
-class Single(Body):
-    """A layer that takes one vector."""
-
-    def __init__(self):
-        super().__init__()
-        self.start = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return x[:, :3] + self.last(self.hidden(self.start))
+        plan(Body(lambda model, hidden, x: Box(model.last(hidden))))
 
 
 def test_layers_of_one_vector_have_units():
-    assert [one.name for one in find_sites(Single().eval(), ROWS)] == ["second", "last"]
+    vector = nn.Parameter(torch.ones(8))
+    model = Body(lambda model, hidden, x: x[:, :3] + model.last(model.hidden(model.start)))
+    model.start = vector
+    assert [site.name for site in find_sites(model.eval(), ROWS)] == ["second", "last"]
 
 
 class Attention(nn.Module):
@@ -208,53 +175,38 @@ class Short(Body):
     """Code that needs the dtype of its weights."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(lambda model, hidden, x: model.last(hidden.float()))
         self.first.bfloat16()
         self.second.bfloat16()
 
-    def forward(self, x):
-        return self.last(self.hidden(x.bfloat16()).float())
+    def hidden(self, x):
+        return super().hidden(x.bfloat16())
 
 
-def test_networks_that_need_their_own_dtypes_become_narrower():
-    model = Short()
+@pytest.mark.parametrize(
+    "build", [Short, lambda: Body(lambda model, hidden, x: model.last(hidden) + torch.randn_like(x[:, :3]))]
+)
+def test_networks_that_need_their_own_dtypes_or_draw_numbers_become_narrower(build):
+    model = build()
     pruned(model)
     assert model.second.in_features < 12
     assert model.last.in_features < 10
 
 
-class Drawn(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden) + torch.randn_like(x[:, :3])
-
-
-def test_networks_that_draw_numbers_become_narrower():
-    model = Drawn()
-    pruned(model)
-    assert model.last.in_features < 10
-
-
-class Locked(Body):
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-
 def test_networks_that_cannot_be_copied_are_refused():
-    with pytest.raises(LayerSelectionError, match="a copy of the Locked fails: cannot pickle"):
-        plan(Locked())
+    model = Body()
+    model.lock = threading.Lock()
+    with pytest.raises(LayerSelectionError, match="a copy of the Body fails: cannot pickle"):
+        plan(model)
 
 
-class Branching(Body):
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden)[:, :2] if x.mean() > 0 else self.other(hidden)
+def branching(model, hidden, x):
+    return model.last(hidden)[:, :2] if x.mean() > 0 else model.other(hidden)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_layers_that_other_batches_call_read_units(sign):
-    model, data = Branching(), [sign * (ROWS + 2), sign * (ROWS - 2)]
+    model, data = Body(branching), [sign * (ROWS + 2), sign * (ROWS - 2)]
     assert {name: len(layers) for name, layers, _ in plan(model, data)[0]} == {"second": 1, "last": 2}
     pruned(model, data)
     assert model.last.in_features == model.other.in_features < 10
@@ -262,24 +214,18 @@ def test_layers_that_other_batches_call_read_units(sign):
 
 
 def test_layers_of_units_that_no_sample_reaches_are_named():
-    _, notes = plan(Branching(), [ROWS + 2])
+    _, notes = plan(Body(branching), [ROWS + 2])
     assert notes == (
         "No calibration sample reaches other. If they read units that are removed, a forward pass that calls them "
         "fails: give data that reach them.",
     )
 
 
-class Hidden(Body):
-    """A branch for other batches takes a number of units that is written into the code."""
-
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden)[:, :2] if x.mean() > 0 else self.other(hidden.view(-1, 10))
-
-
 def test_branches_that_cannot_become_narrower_are_refused():
-    with pytest.raises(ModelError, match="Hidden calls other layers for other batches"):
-        plan(Hidden(), [ROWS + 2, ROWS - 2])
+    """A branch for other batches takes a number of units that is written into the code."""
+    model = Body(lambda model, hidden, x: branching(model, hidden if x.mean() > 0 else hidden.view(-1, 10), x))
+    with pytest.raises(ModelError, match="Body calls other layers for other batches"):
+        plan(model, [ROWS + 2, ROWS - 2])
 
 
 class Tables(Body):
@@ -402,7 +348,10 @@ class Unregistered(nn.Module):
     [
         (Unregistered, "has no parameters. Modules in a plain list"),
         (lambda: nn.Sequential(nn.LazyLinear(12), nn.ReLU(), nn.Linear(12, 3)), "'0.weight' has no shape yet"),
-        (lambda: nn.Sequential(torch.jit.script(Body())), "torch.jit hides the layers of 0: prune the Python modules"),
+        (
+            lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(8, 3)))),
+            "torch.jit hides the layers of 0: prune the Python modules",
+        ),
     ],
 )
 def test_networks_without_visible_parameters_are_refused(build, message):
@@ -434,53 +383,36 @@ def test_data_are_not_searched_for_layers_that_modules_of_torch_read_themselves(
     assert model.calls == 1
 
 
-class Rounded(Body):
+def rounded(model, hidden, x):
     """Activations on a grid, with the gradients of the values before rounding."""
-
-    def forward(self, x):
-        hidden = self.hidden(x)
-        return self.last(hidden + ((4 * hidden).round() / 4 - hidden).detach())
+    return model.last(hidden + ((4 * hidden).round() / 4 - hidden).detach())
 
 
-class Gated(Body):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 10))
-
-    def hidden(self, x):
-        return super().hidden(x) * self.gate.clamp(0, 1)
+def gated(model, hidden, x):
+    return model.last(hidden * model.gate.clamp(0, 1))
 
 
-class Masked(Body):
+def masked(model, hidden, x):
     """Entries are masked in place, as in attention within windows; no gradient needs their values."""
+    hidden = model.second(model.first(x).relu()) + 0.0
+    for row in (0, 1):
+        rows = slice(row, row + 1)
+        hidden[rows] = torch.full_like(hidden[rows], -1.0).where(x[rows, :1] > 100, hidden[rows])
+    return model.last(hidden * 1.0)
 
-    def hidden(self, x):
-        hidden = self.second(self.first(x).relu()) + 0.0
-        hidden[:1] = torch.full_like(hidden[:1], -1.0).where(x[:1, :1] > 100, hidden[:1])
-        hidden[1:2] = torch.full_like(hidden[1:2], -1.0).where(x[1:2, :1] > 100, hidden[1:2])
-        return hidden * 1.0
+
+def banned(model, hidden, x):
+    """Some outputs are not allowed; equal infinite outputs are no difference."""
+    return model.last(hidden).masked_fill(torch.tensor([False, True, False]), -torch.inf)
 
 
-def test_units_are_found_where_code_masks_entries_in_place():
-    units, _ = plan(Masked())
+@pytest.mark.parametrize("out", [rounded, gated, masked, banned])
+def test_units_are_found_behind_rounding_clamped_scales_and_masks(out):
+    model = Body(out)
+    if out is gated:
+        model.gate = nn.Parameter(torch.linspace(0.5, 1.5, 10))
+    units, _ = plan(model)
     assert [(name, count) for name, _, count in units] == [("second", 12), ("last", 10)]
-
-
-@pytest.mark.parametrize("kind", [Rounded, Gated])
-def test_units_are_found_behind_rounding_and_clamped_scales(kind):
-    units, _ = plan(kind())
-    assert [(name, count) for name, _, count in units] == [("second", 12), ("last", 10)]
-
-
-class Banned(Body):
-    """Some outputs are not allowed."""
-
-    def forward(self, x):
-        return self.last(self.hidden(x)).masked_fill(torch.tensor([False, True, False]), -torch.inf)
-
-
-def test_equal_infinite_outputs_are_no_difference():
-    assert [name for name, _, _ in plan(Banned())[0]] == ["second", "last"]
 
 
 class Counting(Body):
@@ -505,17 +437,12 @@ def test_finding_units_changes_no_counters_and_leaves_no_noise_in_lists():
     assert not any(one.requires_grad for one in model.seen)
 
 
-class Rare(Body):
-    """The second way needs one large entry, which a later sample has."""
-
-    def forward(self, x):
-        return (self.other if bool((x > 5).any()) else self.last)(self.hidden(x))
-
-
 def test_a_shorter_batch_still_calls_the_layers_of_the_whole_one():
+    """The second way needs one large entry, which a later sample has."""
+    model = Body(lambda model, hidden, x: (model.other if bool((x > 5).any()) else model.last)(hidden))
     rows = ROWS.repeat(4, 1)
     rows[40, 3] = 9.0
-    units, notes = plan(Rare(), [ROWS, rows])
+    units, notes = plan(model, [ROWS, rows])
     assert [(name, layers) for name, layers, _ in units] == [("second", ("second",)), ("other", ("other", "last"))]
     assert not notes
 

@@ -1,5 +1,7 @@
 """Widths: narrower models of transformers are saved, loaded by `from_pretrained`, and refused where they cannot be."""
 
+import copy
+
 import pytest
 import torch
 from families import MODELS, build
@@ -22,15 +24,14 @@ import iobs
 from iobs.errors import LayerSelectionError, ModelError
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.recipe.structured import STRUCTURED
-from iobs.pruning.removable import Asked
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_fields import Field
+from iobs.pruning.structure.config_widths import built_shapes, shapes_of, widths_of
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.shapes import built, shapes_of
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Reader, Site, Slices
-from iobs.pruning.structure.widths import configure, require_loadable, widths_of
-from iobs.pruning.structured_plan import planned_units
+from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.widths.plan import choices_of
 
 ALL = {"neurons": 2, "heads": 2}
@@ -82,7 +83,7 @@ def test_narrower_models_are_loaded_unpatched(name, tmp_path):
     assert {kind: found.count(kind) for kind in found} == LOADABLE[name]
     biased = [site for site in sites if site.name in kept and widths.bias(site)]
     remove(model, sites, kept, {site.reader: torch.linspace(-1, 1, 16) for site in biased})
-    configure(model, widths, {name: len(units) for name, units in kept.items()}, [site.name for site in biased])
+    widths.configure(model, {name: len(units) for name, units in kept.items()}, [site.name for site in biased])
     model.save_pretrained(tmp_path)
     loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
@@ -106,7 +107,7 @@ def test_a_decoder_keeps_the_fields_of_its_own_configuration():
     remove(model, sites, kept)
     with torch.no_grad():
         before = model(**batch).logits
-        configure(model, widths, {name: len(units) for name, units in kept.items()})
+        widths.configure(model, {name: len(units) for name, units in kept.items()})
         assert torch.equal(model(**batch).logits, before)
     assert [model.decoder.config.is_decoder, model.encoder.config.is_decoder, model.config.is_decoder] == [1, 0, 0]
     assert {part.config.d_ff for part in (model, model.encoder, model.decoder)} == {12}
@@ -116,8 +117,6 @@ def test_every_refusal_has_a_reason():
     _, _, sites, widths = parts("gpt2")
     heads = next(site.name for site in sites if site.kind == "heads")
     assert "no field of GPT2Config" in widths.refused[heads]
-    with pytest.raises(ModelError, match="must keep all units, or the saved model cannot be loaded"):
-        require_loadable(widths, {heads: 1})
 
 
 def test_layers_of_one_field_keep_equal_numbers():
@@ -125,18 +124,20 @@ def test_layers_of_one_field_keep_equal_numbers():
     first, second = (site.name for site in sites if site.kind == "neurons")
     before = model.config.to_dict()
     for counts in ({first: 12}, {first: 12, second: 10}):
-        with pytest.raises(ModelError, match="one intermediate_size for 2 layers"):
-            configure(model, widths, counts)
-    require_loadable(widths, {first: 12, second: 12})
+        narrow = copy.deepcopy(model)
+        remove(narrow, sites, {name: range(count) for name, count in counts.items()})
+        with pytest.raises(ModelError, match="cannot have the shape of"):
+            widths.configure(narrow, counts)
     assert model.config.to_dict() == before
 
 
 def test_a_bias_that_the_class_cannot_have_is_refused():
-    _, _, sites, widths = parts("mistral")
+    model, _, sites, widths = parts("mistral")
     assert not any(widths.bias(site) for site in sites)
-    name = next(site.name for site in sites if site.kind == "neurons")
-    with pytest.raises(ModelError, match="has no bias"):
-        require_loadable(widths, {}, [name])
+    site = next(site for site in sites if site.kind == "neurons")
+    remove(model, sites, {}, {site.reader: torch.ones(16)})
+    with pytest.raises(ModelError, match=r"cannot have the shape of .*bias, \(16,\): .*no such parameter"):
+        widths.configure(model, {}, [site.name])
 
 
 def test_models_without_configuration_have_free_widths():
@@ -144,7 +145,7 @@ def test_models_without_configuration_have_free_widths():
     sites = find_sites(model, torch.ones(2, 4))
     widths = widths_of(model, sites)
     assert [group.sites for group in widths.groups] == [("2",)]
-    assert configure(model, widths, {"2": 3}) == {}
+    assert widths.configure(model, {"2": 3}) == {}
 
 
 def test_every_family_is_listed():
@@ -156,7 +157,7 @@ def test_narrower_model_is_pruned_further(tmp_path):
     model, batch, sites, widths = parts("llama")
     kept = half(sites, widths)
     remove(model, sites, kept)
-    configure(model, widths, {name: len(units) for name, units in kept.items()})
+    widths.configure(model, {name: len(units) for name, units in kept.items()})
     recipe = iobs.Recipe.preset("fast").but(solver="sparsegpt", blocks=BlockFit(steps=2, lr=1e-3))
     report = iobs.prune(model, [batch], 0.5, recipe)
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
@@ -168,10 +169,10 @@ def five_heads(monkeypatch):
 
     def divisors_alone(model, config):
         if config.hidden_size % config.num_attention_heads:
-            return "the hidden size is no multiple of the number of heads"
-        return built(model, config)
+            raise ModelError("the hidden size is no multiple of the number of heads")
+        return built_shapes(model, config)
 
-    monkeypatch.setattr("iobs.pruning.structure.trials.built", divisors_alone)
+    monkeypatch.setattr("iobs.pruning.structure.config_widths.built_shapes", divisors_alone)
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=40,
@@ -184,20 +185,13 @@ def five_heads(monkeypatch):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_counts_of_heads_that_the_configuration_refuses_are_not_offered(five_heads):
-    sites = find_sites(five_heads, {"input_ids": torch.arange(16).view(2, 8)})
-    heads = next(site.name for site in sites if site.kind == "heads")
-    widths = widths_of(five_heads, sites)
-    assert widths.offered() == {heads: (1, 2, 4, 5)}  # divisors of the hidden size, and all heads
-    with pytest.raises(ModelError, match="cannot keep 3 units"):
-        require_loadable(widths, {heads: 3})
-    require_loadable(widths, {heads: 2})
-
-
-def test_report_says_which_numbers_of_heads_the_class_loads(five_heads):
+def test_numbers_of_heads_that_the_configuration_refuses_are_not_offered(five_heads):
     data = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(4)]
-    report = iobs.prune(five_heads, data, iobs.Structured(0.2), "one-shot")
-    assert any("o_proj: of 5 units the class loads 1, 2, 4 or all. With uniform=False" in one for one in report.notes)
+    sites = find_sites(five_heads, data[0])
+    heads = next(site.name for site in sites if site.kind == "heads")
+    assert widths_of(five_heads, sites).offered() == {heads: (1, 2, 4, 5)}  # divisors of the hidden size, and all heads
+    notes = iobs.prune(five_heads, data, iobs.Structured(0.2), "one-shot").notes
+    assert any("o_proj: of 5 units the class loads 1, 2, 4 or all. With uniform=False" in note for note in notes)
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.5, 4.0])
@@ -242,7 +236,7 @@ def test_whole_ratios_load_the_widths_they_give(kind, field, after, tmp_path):
     assert offered == expected
     kept = {name: range(counts[-2]) for name, counts in offered.items()}
     remove(model, sites, kept)
-    configure(model, widths, {name: len(units) for name, units in kept.items()})
+    widths.configure(model, {name: len(units) for name, units in kept.items()})
     assert getattr(model.config, field) == after
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(
@@ -270,10 +264,10 @@ def test_widths_of_sites_that_keep_equal_numbers_are_multiples_for_each_of_them(
 
 def refused(model, batch, error, message, monkeypatch):
     """Check that a plan and a run are refused before any work."""
-    monkeypatch.setattr("iobs.pruning.structured.run", lambda *_, **__: pytest.fail("work was done"))
-    asked = Asked(iobs.Structured(0.25), STRUCTURED["one-shot"], None, None, 0.1, 0, None)
+    monkeypatch.setattr("iobs.pruning.structured.narrowing.run", lambda *_, **__: pytest.fail("work was done"))
+    request = StructuredRequest(iobs.Structured(0.25), STRUCTURED["one-shot"])
     with pytest.raises(error, match=message):
-        planned_units(Store(model), [batch], asked)
+        plan_structured(Store(model), [batch], request)
     with pytest.raises(error, match=message):
         iobs.prune(model, [batch], iobs.Structured(0.25), "one-shot")
 
@@ -293,34 +287,29 @@ def test_a_number_of_units_that_makes_a_shortcut_needless_is_not_offered():
     assert offered == (1, 2, 3, 4, 5, 7, 8)  # with 6 the first block has no convolution beside it
 
 
-def test_widths_that_the_class_cannot_have_together_are_refused_before_any_work(monkeypatch):
+@pytest.mark.parametrize("after_the_trial", [False, True])
+def test_widths_that_the_class_cannot_have_together_are_refused(monkeypatch, after_the_trial):
+    """Before any work; or, if the class takes the widths of the trial alone, when the widths are chosen."""
     model, data = build("llama")
     dense = model.config.num_attention_heads, model.config.intermediate_size
+    taken = []
 
     def one_alone(model, config):
-        both = config.num_attention_heads < dense[0] and config.intermediate_size < dense[1]
-        return "fewer heads take all neurons" if both else built(model, config)
+        heads, neurons = config.num_attention_heads, config.intermediate_size
+        if heads < dense[0] and neurons < dense[1]:
+            if after_the_trial and not taken:
+                taken.append((heads, neurons))
+            if (heads, neurons) not in taken:
+                raise ModelError("fewer heads take all neurons")
+        return built_shapes(model, config)
 
-    monkeypatch.setattr("iobs.pruning.structure.widths.built", one_alone)
+    monkeypatch.setattr("iobs.pruning.structure.config_widths.built_shapes", one_alone)
     message = "cannot be built from the narrower configuration: fewer heads take all neurons"
-    refused(model, data[0], ModelError, message, monkeypatch)
-
-
-def test_a_chosen_width_that_makes_a_shortcut_needless_is_refused_before_a_layer_is_solved():
-    """Widths of more than 128 channels are not all tried alone."""
-
-    class NoLayer(iobs.Callback):
-        def on_layer(self, *_):
-            pytest.fail("a layer was solved")
-
-    torch.manual_seed(0)
-    config = ResNetConfig(embedding_size=132, hidden_sizes=[96, 48], depths=[1, 1], layer_type="basic")
-    model = ResNetForImageClassification(config).eval()
-    batch = {"pixel_values": torch.randn(2, 3, 8, 8)}
-    asked = iobs.Structured(1 - 96.7 / 132, units="stream")  # 96 channels are kept, as many as the block writes
-    with pytest.raises(ModelError, match=r"shortcut\S+ .*ask for a slightly larger share"):
-        iobs.prune(model, [batch], asked, "one-shot", holdout=0, callbacks=[NoLayer()])
-    assert config.embedding_size == 132
+    if not after_the_trial:
+        return refused(model, data[0], ModelError, message, monkeypatch)
+    with pytest.raises(ModelError, match=f"{message}.*ask for a slightly larger share"):
+        iobs.prune(model, data[:1], iobs.Structured(0.6), "one-shot", holdout=0)
+    return None
 
 
 def test_infinite_values_of_a_configuration_are_read_again():
@@ -340,4 +329,4 @@ def test_infinite_values_of_a_configuration_are_read_again():
     with torch.device("meta"):
         model = BambaForCausalLM(config)
     assert config.time_step_limit[1] == float("inf")
-    assert built(model, config) == shapes_of(model)
+    assert built_shapes(model, config) == shapes_of(model)

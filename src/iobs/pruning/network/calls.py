@@ -21,7 +21,23 @@ NoteOutput: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, 
 _FACTORS = ("input", "weight", "other", "mat2", "vec")  # torch's names, in the order of arguments
 
 
-class Observer(TorchFunctionMode):
+class Interceptor(TorchFunctionMode):
+    """A context in which a function computes every call of a function of torch.
+
+    Args:
+        compute: called with the function of torch, its arguments and its keyword arguments; returns the result.
+    """
+
+    def __init__(self, compute: Callable[[Function, Args, Kwargs], Any]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        """The result of `compute`."""
+        return self.compute(func, args, kwargs or {})
+
+
+class Observer(Interceptor):
     """A context in which subscribers see every call of a function of torch, with its tensors; nothing is changed.
 
     Args:
@@ -30,12 +46,11 @@ class Observer(TorchFunctionMode):
     """
 
     def __init__(self, *subscribers: Subscriber) -> None:
-        super().__init__()
+        super().__init__(self._compute)
         self.subscribers = subscribers
 
-    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def _compute(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call the function, and tell the subscribers."""
-        kwargs = kwargs or {}
         listeners = [subscriber(func, args, kwargs) for subscriber in self.subscribers]
         result = func(*args, **kwargs)
         for listener in listeners:

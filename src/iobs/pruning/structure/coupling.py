@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iobs.pruning.structure.refusals import refused
-from iobs.pruning.structure.trace import Read, Source, Trace
+from iobs.pruning.structure.trace import Read, Source, Trace, refused
 from iobs.pruning.structure.units import Index
 
 _VIEWS = (2, 3, 4)  # numbers of equal views of all channels that a layer may read side by side
@@ -80,14 +79,14 @@ class Dependencies:
             ModelError: a backward pass of the model's own fails.
         """
         noise = [
-            torch.randn(one.shape, generator=self.random).to(one.device, one.dtype).mul_(weight)
-            for one, weight in zip(inputs, weights, strict=True)
+            torch.randn(value.shape, generator=self.random).to(value.device, value.dtype).mul_(weight)
+            for value, weight in zip(inputs, weights, strict=True)
         ]
-        found: dict[str, Tensor] = {}
+        masks: dict[str, Tensor] = {}
         for leaf, grad in self._gradients(inputs, noise, self.leaves if region is None else region):
             mask = _by_channel(leaf.source, leaf.call, grad != 0)
-            found[leaf.name] = found[leaf.name] | mask if leaf.name in found else mask
-        return found
+            masks[leaf.name] = masks[leaf.name] | mask if leaf.name in masks else mask
+        return masks
 
     def _gradients(
         self, inputs: list[Tensor], noise: list[Tensor], leaves: Sequence[_Leaf]
@@ -96,7 +95,7 @@ class Dependencies:
         if not leaves:
             return []
         reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
-        tensors = [one.tensor for one in leaves]
+        tensors = [leaf.tensor for leaf in leaves]
         with refused(reason):
             grads = torch.autograd.grad(inputs, tensors, noise, retain_graph=True, allow_unused=True)
         return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
@@ -104,15 +103,15 @@ class Dependencies:
     def of_outputs(self) -> dict[str, Tensor]:
         """Entries that the model's outputs depend on, without a layer between."""
         outputs = self.trace.outputs
-        return self.touched(outputs, [torch.ones((), device=one.device) for one in outputs]) if outputs else {}
+        return self.touched(outputs, [torch.ones((), device=output.device) for output in outputs]) if outputs else {}
 
     def of_columns(self, read: Read, columns: Tensor, region: Sequence[_Leaf] | None = None) -> dict[str, Tensor]:
         """Entries that some columns of a layer depend on; `columns` is bool (columns,), `region` as in `touched`."""
         weights = []
-        for given, channel in zip(read.inputs, read.channels, strict=True):
-            shape = [1] * given.ndim
+        for value, channel in zip(read.inputs, read.channels, strict=True):
+            shape = [1] * value.ndim
             shape[channel] = -1
-            weights.append(columns.to(given.device, given.dtype).view(shape))
+            weights.append(columns.to(value.device, value.dtype).view(shape))
         return self.touched(read.inputs, weights, region)
 
     def units(self, read: Read) -> Columns:
@@ -123,7 +122,7 @@ class Dependencies:
         only key and value head of multi-query attention.
         """
         count = read.columns
-        ones = [torch.ones_like(given) for given in read.inputs]
+        ones = [torch.ones_like(value) for value in read.inputs]
         region = [leaf for leaf, _ in self._gradients(read.inputs, ones, self.leaves)]
         for units in _forms(count):
             labels = self._labels(read, units, region)
@@ -138,10 +137,10 @@ class Dependencies:
         shared = {name: first[name] & last[name] for name in first.keys() & last.keys()}
         labels: dict[str, Tensor] = {}
         for bit in range(max(1, int(units[-1]).bit_length())):
-            zero, one = (self.of_columns(read, (units >> bit) & 1 == value, region) for value in (0, 1))
-            for name in sorted({*zero, *one}, key=self.places.__getitem__):
-                none = torch.zeros_like(zero.get(name, one.get(name)))  # type: ignore[arg-type]
-                low, high = zero.get(name, none), one.get(name, none)
+            lows, highs = (self.of_columns(read, (units >> bit) & 1 == value, region) for value in (0, 1))
+            for name in sorted({*lows, *highs}, key=self.places.__getitem__):
+                none = torch.zeros_like(lows.get(name, highs.get(name)))  # type: ignore[arg-type]
+                low, high = lows.get(name, none), highs.get(name, none)
                 both = low & high
                 common = both & shared.get(name, none)
                 if self.trace.sources[name].axis is not None and bool((both & ~common).any()):
@@ -151,7 +150,7 @@ class Dependencies:
                 label[both] = SHARED
                 label[high & (label >= 0)] += 1 << bit
         private = any(
-            self.trace.sources[name].axis is not None and bool((one >= 0).any()) for name, one in labels.items()
+            self.trace.sources[name].axis is not None and bool((label >= 0).any()) for name, label in labels.items()
         )
         return labels if private else None
 
@@ -164,10 +163,10 @@ def _forms(count: int) -> Iterator[Tensor]:
 
 
 def _index(units: Tensor) -> Index:
-    found: list[list[int]] = [[] for _ in range(int(units.max()) + 1)]
+    columns: list[list[int]] = [[] for _ in range(int(units.max()) + 1)]
     for column, unit in enumerate(units.tolist()):
-        found[unit].append(column)
-    return tuple(map(tuple, found))
+        columns[unit].append(column)
+    return tuple(map(tuple, columns))
 
 
 def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:

@@ -39,20 +39,20 @@ def remove(
     Raises:
         ModelError: a name, a unit or the shape of a bias is wrong.
     """
-    known = {site.name: site for site in sites}
-    chosen = {name: _checked(known, name, units) for name, units in kept.items()}
-    readers = {reader.path: reader for site in known.values() for reader in site.readers}
+    by_name = {site.name: site for site in sites}
+    chosen = {name: _checked(by_name, name, units) for name, units in kept.items()}
+    readers = {reader.path: reader for site in by_name.values() for reader in site.readers}
     for path, bias in (biases or {}).items():
         _require_bias(model, readers, path, bias)
     gone: dict[tuple[str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name, units in chosen.items():
-        removed = set(range(known[name].count)) - units
-        for one in known[name].slices:
-            gone[one.path, one.parameter][one.axis] |= set(one.of(removed))
+        removed = set(range(by_name[name].count)) - units
+        for part in by_name[name].slices:
+            gone[part.path, part.parameter][part.axis] |= set(part.of(removed))
     for (path, parameter), axes in gone.items():
         _narrow(model.get_submodule(path), parameter, axes)
     for name, units in chosen.items():
-        for attribute in known[name].attributes:
+        for attribute in by_name[name].attributes:
             set_number(model.get_submodule(attribute.path), attribute.name, attribute.each * len(units))
     for path, bias in (biases or {}).items():
         weight = readers[path].weight
@@ -80,28 +80,25 @@ def set_number(module: nn.Module, name: str, value: object) -> None:
         setattr(module, name, value)
 
 
-def _checked(known: Mapping[str, Site], name: str, units: Sequence[int]) -> set[int]:
-    if name not in known:
-        raise ModelError(f"No site is named {name!r}; the sites are {', '.join(known) or 'none'}.")
-    found = {int(unit) for unit in units}
-    if not found or len(found) != len(units) or min(found) < 0 or max(found) >= known[name].count:
+def _checked(sites: Mapping[str, Site], name: str, units: Sequence[int]) -> set[int]:
+    if name not in sites:
+        raise ModelError(f"No site is named {name!r}; the sites are {', '.join(sites) or 'none'}.")
+    different = {int(unit) for unit in units}
+    if not different or len(different) != len(units) or min(different) < 0 or max(different) >= sites[name].count:
         raise ModelError(
-            f"Units to keep of {name} must be different numbers from 0 to {known[name].count - 1}, at least one; "
+            f"Units to keep of {name} must be different numbers from 0 to {sites[name].count - 1}, at least one; "
             f"got {sorted(int(unit) for unit in units)}."
         )
-    return found
+    return different
 
 
 def _require_bias(model: nn.Module, readers: Mapping[str, Reader], path: str, bias: Tensor) -> None:
     if path not in readers:
         raise ModelError(f"No site has a reader {path!r}, so it takes no bias.")
-    rows = _rows(model, readers[path])
+    weight = readers[path].weight
+    rows = weight.stored(model).shape[1 - weight.axis]
     if bias.shape != (rows,):
         raise ModelError(f"The bias of {path} must have shape ({rows},), got {tuple(bias.shape)}.")
-
-
-def _rows(model: nn.Module, reader: Reader) -> int:
-    return reader.weight.stored(model).shape[1 - reader.weight.axis]
 
 
 def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -> None:
@@ -111,14 +108,15 @@ def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -
     for axis, positions in gone.items():
         keep = [position for position in range(value.shape[axis]) if position not in positions]
         value = value.index_select(axis, torch.tensor(keep, device=value.device))
+    value = value.contiguous(memory_format=layout)
     if name in module._parameters:
         before = module._parameters[name]
         assert before is not None
-        narrow = nn.Parameter(value.contiguous(memory_format=layout), before.requires_grad)
-        vars(narrow).update({mark: one for mark, one in vars(before).items() if not isinstance(one, Tensor)})
+        narrow = nn.Parameter(value, before.requires_grad)
+        vars(narrow).update({mark: value for mark, value in vars(before).items() if not isinstance(value, Tensor)})
         module._parameters[name] = narrow
     else:
-        module._buffers[name] = value.contiguous(memory_format=layout)
+        module._buffers[name] = value
     _resize(module, name, old, tuple(value.shape))
 
 
@@ -143,12 +141,10 @@ def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, 
         return
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = new
-    elif isinstance(module, CONVOLUTIONS):
+    elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         module.groups = module.groups * new[0] // old[0] if module.groups > 1 else 1
-        module.out_channels, module.in_channels = new[0], new[1] * module.groups
-    elif isinstance(module, TRANSPOSED):
-        module.groups = module.groups * new[0] // old[0] if module.groups > 1 else 1
-        module.in_channels, module.out_channels = new[0], new[1] * module.groups
+        sides = new[0], new[1] * module.groups  # a transposed convolution has its inputs first
+        module.in_channels, module.out_channels = sides if isinstance(module, TRANSPOSED) else sides[::-1]
     elif isinstance(module, nn.Embedding):
         module.embedding_dim = new[1]
     elif isinstance(module, library_class("transformers.pytorch_utils", "Conv1D")):
@@ -157,20 +153,20 @@ def _resize(module: nn.Module, name: str, old: tuple[int, ...], new: tuple[int, 
 
 def take_biases(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Parameter]:
     """Take the biases of modules away; returns them by path."""
-    found = {}
+    biases = {}
     for path in paths:
         module = model.get_submodule(path)
-        found[path] = module.get_parameter("bias")
+        biases[path] = module.get_parameter("bias")
         module.register_parameter("bias", None)
-    return found
+    return biases
 
 
 def _add_bias(model: nn.Module, reader: Reader, bias: Tensor) -> None:
     module = model.get_submodule(reader.path)
     weight = reader.weight.stored(model)
-    own = module._parameters.get("bias")
-    if own is not None:
-        own.add_(bias.to(own))
+    before = module._parameters.get("bias")
+    if before is not None:
+        before.add_(bias.to(before))
     elif reader.norm is not None:
         mean = model.get_submodule(reader.norm).get_buffer("running_mean")
         mean.sub_(bias.to(mean))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, joined
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.coupling import SHARED, Columns, Dependencies
-from iobs.pruning.structure.equal_parts import with_equal_parts
+from iobs.pruning.structure.expected import Verified, verify
 from iobs.pruning.structure.trace import Read, Source, Trace, trace
 from iobs.pruning.structure.traced_batches import shortened
 from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices, common_path
-from iobs.pruning.structure.verification import Verified, verify
 
 _UNSEEN = "noise in place of a few samples does not reach it; more calibration data may"
 
@@ -33,19 +34,19 @@ def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]
     return checked_sites(model, [shortened(batch)], inner).sites
 
 
-def checked_sites(model: nn.Module, given: Sequence[Batch], inner: bool = True) -> Verified:
+def checked_sites(model: nn.Module, short_batches: Sequence[Batch], inner: bool = True) -> Verified:
     """The sites of `find_sites`, and the reasons why the check refused others.
 
     Args:
         model: as there.
-        given: short batches, from `traced_batches`.
+        short_batches: from `traced_batches`.
         inner: as there.
     """
-    traced = trace(model, given)
+    traced = trace(model, short_batches)
     sites = _sites(model, traced, inner)
-    found = with_equal_parts(model, given, sites, verify(model, given, sites))
+    verified = _with_equal_parts(model, short_batches, sites, verify(model, short_batches, sites))
     unseen = {path: _UNSEEN for path in traced.unreached if _mixes_channels(model.get_submodule(path))}
-    return replace(found, refused=found.refused | unseen)
+    return replace(verified, refused=verified.refused | unseen)
 
 
 def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
@@ -85,118 +86,106 @@ class _Group:
 
 
 class _Graph:
-    """Units of all layers, joined where they depend on the same row."""
+    """Units of all layers, joined where they depend on the same row.
+
+    A node is a unit of the columns of one layer.
+    """
 
     def __init__(self, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns]) -> None:
         self.traced, self.reads, self.columns = traced, reads, columns
-        counts = [len(one.index) for one in columns]
-        self.starts = [sum(counts[:number]) for number in range(len(counts))]
-        self.parent = list(range(sum(counts)))
-        self.blocked: set[int] = set()  # units whose removal would change other parts of the network
-        self.nodes: dict[str, dict[int, int]] = defaultdict(dict)  # source -> entry -> one of its units
-        for number, one in enumerate(columns):
-            for name, labels in one.labels.items():
-                flat, known = labels.flatten(), self.nodes[name]
+        # The layer of every node, by its number, and the unit of this layer.
+        self.units = [(number, unit) for number, each in enumerate(columns) for unit in range(len(each.index))]
+        self.blocked: set[int] = set()  # nodes whose removal would change other parts of the network
+        self.nodes: dict[str, dict[int, int]] = defaultdict(dict)  # source -> entry -> the first node that owns it
+        joined_nodes: list[tuple[int, int]] = []
+        start = 0
+        for each in columns:
+            for name, labels in each.labels.items():
+                flat, nodes = labels.flatten(), self.nodes[name]
                 for entry in (flat >= 0).nonzero().flatten().tolist():
-                    node = self.starts[number] + int(flat[entry])
-                    self._join(known.setdefault(entry, node), node)
-
-    def _root(self, node: int) -> int:
-        while self.parent[node] != node:
-            self.parent[node] = node = self.parent[self.parent[node]]
-        return node
-
-    def _join(self, one: int, other: int) -> None:
-        first, second = self._root(one), self._root(other)
-        self.parent[max(first, second)] = min(first, second)
+                    node = start + int(flat[entry])
+                    joined_nodes.append((nodes.setdefault(entry, node), node))
+            start += len(each.index)
+        count = len(self.units)
+        rows, others = zip(*joined_nodes, strict=True) if joined_nodes else ((), ())
+        edges = coo_array(([True] * len(rows), (rows, others)), shape=(count, count))
+        self.component: list[int] = connected_components(edges, directed=False)[1].tolist() if count else []
 
     def block(self, entries: dict[str, Tensor]) -> None:
         """Exclude the units that own one of the entries; bool tensors in the form of `Columns.labels`."""
         for name, mask in entries.items():
-            known = self.nodes.get(name, {})
-            self.blocked |= {known[entry] for entry in mask.flatten().nonzero().flatten().tolist() if entry in known}
+            nodes = self.nodes.get(name, {})
+            self.blocked |= {nodes[entry] for entry in mask.flatten().nonzero().flatten().tolist() if entry in nodes}
 
     def block_shared(self) -> None:
         """Exclude units that own a row which another layer reads in a way that mixes channels."""
-        for one in self.columns:
-            self.block({name: labels == SHARED for name, labels in one.labels.items()})
+        for each in self.columns:
+            self.block({name: labels == SHARED for name, labels in each.labels.items()})
 
     def block_tied(self, model: nn.Module) -> None:
         """Exclude units stored in a parameter that several modules hold, or that is read along both of its axes."""
-        held: dict[int, list[str]] = defaultdict(list)
+        holders: dict[int, list[str]] = defaultdict(list)
         for path, module in model.named_modules():
             for name, value in module._parameters.items():
                 if value is not None:
-                    held[id(value)].append(joined(path, name))
-        tied = {name for names in held.values() if len(names) > 1 for name in names}
+                    holders[id(value)].append(joined(path, name))
         axes: dict[str, set[int]] = defaultdict(set)
         for read in self.traced.reads.values():
             axes[joined(read.path, read.parameter)].add(read.axis)
-        tied |= {name for name, own in axes.items() if len(own) > 1}
+        tied = {name for names in holders.values() if len(names) > 1 for name in names}
+        tied |= {name for name, read_axes in axes.items() if len(read_axes) > 1}
         for name, source in self.traced.sources.items():
             if joined(source.path, source.parameter) in tied:
                 self.blocked |= set(self.nodes[name].values())
-        for number, read in enumerate(self.reads):
-            if joined(read.path, read.parameter) in tied and self.columns[number].index:
-                end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.parent)
-                self.blocked |= set(range(self.starts[number], end))
+        for node, (number, _) in enumerate(self.units):
+            if joined(self.reads[number].path, self.reads[number].parameter) in tied:
+                self.blocked.add(node)
 
     def groups(self) -> list[_Group]:
         """Joined units with rows in a layer, grouped by their readers and sources, in order of their first column."""
-        blocked = {self._root(node) for node in self.blocked}
+        blocked = {self.component[node] for node in self.blocked}
         units: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        number = 0
-        for node in range(len(self.parent)):
-            while number + 1 < len(self.starts) and node >= self.starts[number + 1]:
-                number += 1
-            root = self._root(node)
-            if root not in blocked:
-                units[root][number].append(node - self.starts[number])
+        for component, (number, unit) in zip(self.component, self.units, strict=True):
+            if component not in blocked:
+                units[component][number].append(unit)
         entries: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for name, known in ((name, self.nodes[name]) for name in self.traced.sources if name in self.nodes):
-            for entry, node in known.items():
-                entries[self._root(node)][name].append(entry)
+        for name, nodes in ((name, self.nodes[name]) for name in self.traced.sources if name in self.nodes):
+            for entry, node in nodes.items():
+                entries[self.component[node]][name].append(entry)
         kinds: dict[object, list[int]] = defaultdict(list)
-        for root, read in units.items():
-            own = entries[root]
-            if any(self.traced.sources[name].axis is not None for name in own):
-                rows = tuple((name, len(found)) for name, found in own.items())
-                kinds[tuple((number, len(found)) for number, found in read.items()), rows].append(root)
-        return [_group([units[root] for root in roots], [entries[root] for root in roots]) for roots in kinds.values()]
+        for component, by_read in units.items():
+            by_source = entries[component]
+            if any(self.traced.sources[name].axis is not None for name in by_source):
+                rows = tuple((name, len(some)) for name, some in by_source.items())
+                kinds[tuple((number, len(some)) for number, some in by_read.items()), rows].append(component)
+        return [_group([units[each] for each in alike], [entries[each] for each in alike]) for alike in kinds.values()]
 
 
 def _group(units: Sequence[dict[int, list[int]]], entries: Sequence[dict[str, list[int]]]) -> _Group:
     return _Group(
-        {number: tuple(tuple(one[number]) for one in units) for number in units[0]},
-        {name: tuple(tuple(sorted(one[name])) for one in entries) for name in entries[0]},
+        {number: tuple(tuple(unit[number]) for unit in units) for number in units[0]},
+        {name: tuple(tuple(sorted(unit[name])) for unit in entries) for name in entries[0]},
     )
 
 
 def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns], group: _Group) -> Site:
     readers = []
     for number, units in group.units.items():
-        read, known = reads[number], columns[number].index
-        index = tuple(tuple(sorted(column for unit in own for column in known[unit])) for own in units)
+        read, columns_of = reads[number], columns[number].index
+        index = tuple(tuple(sorted(column for unit in joint for column in columns_of[unit])) for joint in units)
         weight = Slices(read.path, read.parameter, read.axis, index)
         bias = _has_bias(model, read.path, weight.stored(model).shape[1 - read.axis])
         readers.append(Reader(weight, read.width, read.positions, read.norm, bias))
-    found = tuple(sorted(readers, key=lambda one: -one.products(model)))
-    writers: list[Slices] = []
-    for name, entries in group.entries.items():
-        writers += _rows(model, traced.sources[name], entries)
-    paths = [one.key for one in writers] + [reader.weight.key for reader in found]
-    kind = _kind(model, found[0], writers)
+    readers.sort(key=lambda reader: -reader.products(model))
+    writers = [part for name, entries in group.entries.items() for part in _rows(model, traced.sources[name], entries)]
+    paths = [part.key for part in (*writers, *(reader.weight for reader in readers))]
     order = {key: read.place for key, read in traced.reads.items()}
-    last = max(order.get(one.key, -1) for one in writers)
-    first = min(order[one.weight.key] for one in found if one is found[0] or not _reads_averages(one, traced.samples))
-    inner = last < first
-    name = found[0].path or found[0].weight.parameter  # of the model itself
-    return Site(name, kind, found, tuple(writers), common_path(paths), inner)
-
-
-def _reads_averages(reader: Reader, samples: int) -> bool:
-    """Check that a layer reads one vector of each sample, as the gate of a squeeze-and-excitation block does."""
-    return reader.positions <= samples
+    last = max(order.get(writer.key, -1) for writer in writers)
+    # One that reads one vector of each sample, such as the gate of a squeeze-and-excitation block, may come before.
+    reads_late = [reader for reader in readers if reader is readers[0] or reader.positions > traced.samples]
+    inner = last < min(order[reader.weight.key] for reader in reads_late)
+    name = readers[0].path or readers[0].weight.parameter  # of the model itself
+    return Site(name, _kind(model, readers[0], writers), tuple(readers), tuple(writers), common_path(paths), inner)
 
 
 def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
@@ -207,22 +196,22 @@ def _rows(model: nn.Module, source: Source, entries: Index) -> list[Slices]:
         return [*rows, Slices(source.path, "bias", 0, entries)] if biased else rows
     shape = getattr(model.get_submodule(source.path), source.parameter).shape
     for axis in range(len(shape)):
-        places = [tuple(sorted(set(torch.unravel_index(torch.tensor(own), shape)[axis].tolist()))) for own in entries]
-        every = [place for own in places for place in own]
-        if len(set(every)) == len(every) and len({len(own) for own in places}) == 1:
+        places = [tuple(sorted(set(torch.unravel_index(torch.tensor(unit), shape)[axis].tolist()))) for unit in entries]
+        every = [place for unit in places for place in unit]
+        if len(set(every)) == len(every) and len(set(map(len, places))) == 1:
             return [Slices(source.path, source.parameter, axis, tuple(places))]
     return []  # no axis of the parameter belongs to the units
 
 
 def _has_bias(model: nn.Module, path: str, rows: int) -> bool:
-    """Check that a layer has a bias with one entry for each row; `bias` may also be the argument of a class."""
+    """True if a layer has a bias with one entry for each row; `bias` may also be the argument of a class."""
     bias = getattr(model.get_submodule(path), "bias", None)
     return isinstance(bias, Tensor) and bias.shape == (rows,)
 
 
 def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
-    modules = [model.get_submodule(one.path) for one in writers]
-    if any(isinstance(one, (*CONVOLUTIONS, *TRANSPOSED)) for one in (model.get_submodule(reader.path), *modules)):
+    modules = [model.get_submodule(path) for path in (reader.path, *(writer.path for writer in writers))]
+    if any(isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in modules):
         return "channels"
     first, *others = reader.weight.index[0]
     return "heads" if first + 1 in others else "neurons"  # columns that are no neighbours are views of one neuron
@@ -234,9 +223,72 @@ def _renamed(site: Site) -> Site:
 
 def _numbered(sites: Sequence[Site]) -> list[Site]:
     """The sites with a number behind a name that sites before them have."""
-    seen: dict[str, int] = defaultdict(int)
-    found = []
+    seen: Counter[str] = Counter()
+    numbered = []
     for site in sites:
         seen[site.name] += 1
-        found.append(site if seen[site.name] == 1 else replace(site, name=f"{site.name}:{seen[site.name]}"))
-    return found
+        numbered.append(site if seen[site.name] == 1 else replace(site, name=f"{site.name}:{seen[site.name]}"))
+    return numbered
+
+
+# ---- rows that code splits into equal parts, as `chunk` and `split` do
+# A removal from one part alone would leave unequal parts. The units of all parts at one place form one unit instead.
+def _with_equal_parts(
+    model: nn.Module, short_batches: Sequence[Batch], sites: Sequence[Site], verified: Verified
+) -> Verified:
+    """Join sites that the check refused with sites in the rows of the same layers, where the check takes them together.
+
+    The last part of `split(x, width)` may lose units alone, so sites that passed are joined too if nothing else helps.
+    """
+    groups = [parts for parts in _equal_parts(sites) if any(site.name in verified.refused for site in parts)]
+    joint: list[Site] = []
+    settled: set[str] = set()
+    for every in (False, True) if groups else ():
+        candidates = [[site for site in parts if every or site.name in verified.refused] for parts in groups]
+        candidates = [parts for parts in candidates if len(parts) > 1 and settled.isdisjoint(s.name for s in parts)]
+        joined_sites = [_joint(model, parts) for parts in candidates]
+        passing = verify(model, short_batches, joined_sites).sites if joined_sites else []
+        names = {site.name for site in passing}
+        joint += passing
+        settled |= {site.name for parts in candidates if parts[0].name in names for site in parts}
+    order = [site.name for site in sites]
+    alone = [site for site in verified.sites if site.name not in settled]
+    return Verified(
+        sorted([*alone, *joint], key=lambda site: order.index(site.name)),
+        {name: reason for name, reason in verified.refused.items() if name not in settled},
+    )
+
+
+def _equal_parts(sites: Sequence[Site]) -> list[list[Site]]:
+    """Sites with equal numbers of units in the rows of one layer, at least two together."""
+    written = [{writer.key for writer in site.writers} for site in sites]
+    uses = Counter(key for keys in written for key in keys)
+    parts: dict[object, list[Site]] = defaultdict(list)
+    for site, keys in zip(sites, written, strict=True):
+        shared = min((key for key in keys if uses[key] > 1), default=None)
+        if shared is not None:
+            parts[shared, site.count, site.kind].append(site)
+    return [alike for alike in parts.values() if len(alike) > 1]
+
+
+def _joint(model: nn.Module, parts: Sequence[Site]) -> Site:
+    """The site, named as the first of some equal parts, whose units are those of all parts at one place."""
+    readers: dict[str, Reader] = {}
+    for reader in (reader for part in parts for reader in part.readers):
+        key = reader.weight.key
+        readers[key] = replace(reader, weight=_together(readers[key].weight if key in readers else None, reader.weight))
+    writers: dict[object, Slices] = {}
+    for writer in (writer for part in parts for writer in part.writers):
+        writers[writer.key, writer.axis] = _together(writers.get((writer.key, writer.axis)), writer)
+    ordered = sorted(readers.values(), key=lambda reader: -reader.products(model))
+    paths = [part.key for part in (*writers.values(), *(reader.weight for reader in ordered))]
+    inner = all(part.inner for part in parts)
+    return replace(
+        parts[0], readers=tuple(ordered), writers=tuple(writers.values()), owner=common_path(paths), inner=inner
+    )
+
+
+def _together(slices: Slices | None, others: Slices) -> Slices:
+    if slices is None:
+        return others
+    return replace(slices, index=tuple(tuple(sorted(a + b)) for a, b in zip(slices.index, others.index, strict=True)))

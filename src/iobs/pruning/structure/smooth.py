@@ -18,9 +18,9 @@ _Functions: TypeAlias = tuple[Callable[..., Argument], ...]
 
 def _dependent(value: Argument, *inputs: Argument) -> Argument:
     """A value that depends on all finite entries of some tensors, which broadcast to it; its entries are the same."""
-    for one in inputs:
-        if isinstance(one, Tensor) and one.requires_grad and value.is_floating_point():
-            finite = _finite(one)
+    for each in inputs:
+        if isinstance(each, Tensor) and each.requires_grad and value.is_floating_point():
+            finite = _finite(each)
             value = value + _FACTOR * (finite - finite.detach())
     return value
 
@@ -54,7 +54,7 @@ def _product(func: Callable[..., Argument]) -> Callable[..., Argument]:
     def dependent(input: Argument, other: Argument) -> Argument:
         result = func(input, other)
         masked = any(
-            isinstance(one, Tensor) and not one.requires_grad and bool((one == 0).any()) for one in (input, other)
+            isinstance(each, Tensor) and not each.requires_grad and bool((each == 0).any()) for each in (input, other)
         )
         return _dependent(result, input, other) if masked else result
 
@@ -68,7 +68,7 @@ def _largest(func: Callable[..., Argument]) -> Callable[..., Argument]:
         result = func(input, *args, **kwargs)
         if not input.is_floating_point():
             return result
-        if any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
+        if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
             return _dependent(result, input, *args, *kwargs.values())
         mean = _finite(input).mean(*args, **kwargs)  # a sum may overflow in float16
         if isinstance(result, Tensor):

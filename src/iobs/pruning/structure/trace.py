@@ -14,21 +14,22 @@ The noise in its place is no leaf, and is stored once for all equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from iobs.pruning.network.calls import Argument, before_calls, factors
+from iobs.errors import ModelError, first_line, is_out_of_memory
+from iobs.pruning.network.calls import Args, Argument, Function, Interceptor, Kwargs, before_calls, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating, keeping_attributes, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.outputs import tensors_of
 from iobs.pruning.structure import smooth
-from iobs.pruning.structure.refusals import refused
 from iobs.pruning.structure.traced_batches import callable_modules, called_modules
 
 _MOST_PASSES = 8  # of every batch with new noise
@@ -102,7 +103,7 @@ class Read:
     @property
     def positions(self) -> int:
         """Number of input vectors over all calls."""
-        return sum(given.numel() for given in self.inputs) // self.columns
+        return sum(value.numel() for value in self.inputs) // self.columns
 
 
 @dataclass
@@ -124,7 +125,25 @@ class Trace:
     unreached: list[str] = field(default_factory=list)
 
 
-def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
+@contextmanager
+def refused(reason: str) -> Iterator[None]:
+    """Say why units cannot be found if the model fails inside, and what to do.
+
+    Raises:
+        ModelError: the model failed, but not for want of memory.
+    """
+    try:
+        yield
+    except batches.REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"Units cannot be found: {reason} ({type(error).__name__}: {first_line(error)}). Prune entries instead: "
+            "Unstructured or NM."
+        ) from error
+
+
+def trace(model: nn.Module, short_batches: Sequence[batches.Batch]) -> Trace:
     """Trace the forward passes of some short batches; the model is unchanged.
 
     Noise may choose other experts than data do, so passes are repeated until they call the modules that data call.
@@ -133,9 +152,9 @@ def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
         ModelError: the model takes the batch, but not noise in place of the outputs of its layers.
     """
     recorder, paths = _Recorder(model), callable_modules(model)
-    called = called_modules(model, given, paths)
+    called = called_modules(model, short_batches, paths)
     reached: set[str] = set()
-    values: list[Tensor] = []
+    outputs: list[Tensor] = []
     reason = f"{type(model).__name__} does not take noise in place of the outputs of its layers"
     with (
         evaluating(model),
@@ -143,39 +162,36 @@ def trace(model: nn.Module, given: Sequence[batches.Batch]) -> Trace:
         keeping_attributes(model),
         before_calls(model, paths, lambda path, *_: reached.add(path)),
         torch.enable_grad(),
-        recorder,
+        Interceptor(recorder.compute),
         refused(reason),
     ):
         for _ in range(_MOST_PASSES):
-            values += [value for batch in given for value in tensors_of(recorder.passed(model, batch))]
-            recorder.found.samples += sum(map(batches.size, given))
+            for batch in short_batches:
+                recorder.calls = 0
+                outputs += tensors_of(batches.forward(model, batch))
+            recorder.trace.samples += sum(map(batches.size, short_batches))
             if reached >= called:
                 break
-    recorder.found.unreached = [path for path in paths if path in called - reached]
-    recorder.settle_norms(values)
-    recorder.found.outputs = [
-        value for value in (*values, *recorder.shown) if value.is_floating_point() and value.requires_grad
+    recorder.trace.unreached = [path for path in paths if path in called - reached]
+    recorder.settle_norms(outputs)
+    recorder.trace.outputs = [
+        value for value in (*outputs, *recorder.shown) if value.is_floating_point() and value.requires_grad
     ]
-    return recorder.found
+    return recorder.trace
 
 
-def _holds_tensors(value: Argument) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_holds_tensors, value)))
-
-
-class _Recorder(TorchFunctionMode):
+class _Recorder:
     """Replace layers and parameters by noise where torch functions use them, and record what they read."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.found = Trace()
+        self.trace = Trace()
         self.names: dict[int, tuple[str, str]] = {}  # (path, name) of every floating parameter and buffer, by identity
         self.noise: dict[int, Tensor] = {}  # of parameters between layers, by identity
         self.large: dict[object, Tensor] = {}  # noise of parameters that are no leaves, by shape, dtype and device
         self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
-        self.made: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
+        self.outputs: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
         self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
-        self.given: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
+        self.normed: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
         self.calls = 0  # of layers in this forward pass
         self.shown: list[Tensor] = []  # tensors whose values the model took out of torch
         self.random = torch.Generator().manual_seed(0)
@@ -184,45 +200,30 @@ class _Recorder(TorchFunctionMode):
                 if value is not None and value.is_floating_point():
                     self.names.setdefault(id(value), (path, name))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Argument],
-        types: object,
-        args: tuple[Argument, ...] = (),
-        kwargs: dict[str, Argument] | None = None,
-    ) -> Argument:
+    def compute(self, func: Function, args: Args, kwargs: Kwargs) -> Argument:
         """Run a torch function on noise in place of the model's own values."""
-        kwargs = kwargs or {}
         with torch.enable_grad():  # parts that need no gradients, such as an index of the keys, read units too
             result = self._result(func, args, kwargs)
-        if func is not F.batch_norm and _holds_tensors(result):  # shapes and dtypes are no use of an output
-            self._taken((*args, *kwargs.values()), None)
+        # Shapes and dtypes are no use of an output.
+        if func is not F.batch_norm and any(isinstance(value, Tensor) for value in tree_leaves(result)):
+            self._note_taker((args, kwargs), None)
         return result
 
-    def passed(self, model: nn.Module, batch: batches.Batch) -> object:
-        """The output of the model for one more batch."""
-        self.calls = 0
-        return batches.forward(model, batch)
-
-    def _taken(self, values: Iterable[Argument], taker: str | None) -> None:
+    def _note_taker(self, values: Argument, taker: str | None) -> None:
         """Note who takes the outputs of layers among some arguments, also inside tuples and lists."""
-        for value in values:
-            if isinstance(value, (tuple, list)):
-                self._taken(value, taker)
-            elif id(value) in self.made:
-                self.takers.setdefault(self.made[id(value)][1], set()).add(taker)
+        for value in tree_leaves(values):
+            if id(value) in self.outputs:
+                self.takers.setdefault(self.outputs[id(value)][1], set()).add(taker)
 
     def settle_norms(self, outputs: Iterable[Argument]) -> None:
         """Give each layer the batch norm that takes all of its outputs, if nothing else does, the model included."""
-        self._taken(outputs, None)
+        self._note_taker([*outputs], None)
         for key, takers in self.takers.items():
             norm = next(iter(takers))
-            if len(takers) == 1 and norm is not None and self.given[norm] == {key} and key in self.found.reads:
-                self.found.reads[key].norm = norm
+            if len(takers) == 1 and norm is not None and self.normed[norm] == {key} and key in self.trace.reads:
+                self.trace.reads[key].norm = norm
 
-    def _result(
-        self, func: Callable[..., Argument], args: tuple[Argument, ...], kwargs: dict[str, Argument]
-    ) -> Argument:
+    def _result(self, func: Function, args: Args, kwargs: Kwargs) -> Argument:
         first = args[0] if args else kwargs.get("input")
         if func in _DETACHED:  # parts that pass no gradient read units too
             return smooth.passing(self._replaced(first))
@@ -252,7 +253,7 @@ class _Recorder(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if id(weight) not in self.names:
             return F.linear(input, weight, self._replaced(bias))
-        return self._biased(self._layer(input, weight, 1, 0, input.ndim - 1, F.linear), weight, bias)
+        return self._biased(self._layer(input, weight, 1, input.ndim - 1, F.linear), weight, bias)
 
     def _added_product(self, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
         """A product of an input and a weight matrix, or of two tensors, that is added to another tensor."""
@@ -285,15 +286,13 @@ class _Recorder(TorchFunctionMode):
                 return func(self._noise(input), *args, **kwargs)
         return view
 
-    def _product(self, func: Callable[..., Tensor], given: Tensor, other: Tensor) -> Tensor:
+    def _product(self, func: Callable[..., Tensor], input: Tensor, other: Tensor) -> Tensor:
         """A product of an input and a weight matrix, or of two tensors."""
-        matrix = torch.matmul
         if id(other) in self.transposes:
-            weight = self.transposes[id(other)][1]
-            return self._layer(given, weight, 1, 0, given.ndim - 1, lambda x, w: matrix(x, w.T))
+            return self._layer(input, self.transposes[id(other)][1], 1, input.ndim - 1, F.linear)
         if id(other) in self.names and other.ndim == 2:
-            return self._layer(given, other, 0, 1, given.ndim - 1, matrix)
-        return func(*self._replaced((given, other)))
+            return self._layer(input, other, 0, input.ndim - 1, torch.matmul)
+        return func(*self._replaced((input, other)))
 
     def _convolution(
         self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
@@ -302,38 +301,36 @@ class _Recorder(TorchFunctionMode):
         settings = {**dict(zip(_SETTINGS[func], args, strict=False)), **kwargs}
         bias, groups = settings.pop("bias", None), settings.get("groups", 1)
         if id(weight) not in self.names or groups > 1:
-            own, bias = self._replaced((weight, bias))
-            return func(input, own, bias, **settings)
+            return func(input, *self._replaced((weight, bias)), **settings)
         columns = 0 if func in _TRANSPOSED else 1
         channel = input.ndim - weight.ndim + 1
-        output = self._layer(input, weight, columns, 1 - columns, channel, lambda x, w: func(x, w, **settings))
+        output = self._layer(input, weight, columns, channel, lambda x, w: func(x, w, **settings))
         return self._biased(output, weight, bias, weight.ndim - 2)
 
     def _layer(
-        self, given: Tensor, weight: Tensor, columns: int, rows: int, channel: int, compute: Callable[..., Tensor]
+        self, input: Tensor, weight: Tensor, columns: int, channel: int, compute: Callable[..., Tensor]
     ) -> Tensor:
         """Record a layer's input and return noise of its output's shape.
 
         Args:
-            given: the input.
+            input: of the layer.
             weight: a parameter of the model.
-            columns: axis of the weight for the input's channels.
-            rows: axis of the weight for the output's channels.
+            columns: axis of the weight for the input's channels; that of the output's channels is 0 or 1, too.
             channel: dimension of the channels in the input and in the output.
             compute: the layer, as a function of input and weight; called without data for the output's shape.
         """
         path, name = self.names[id(weight)]
         key = joined(path, name)
-        if self.found.reads.get(key, Read(path, name, columns, 1)).axis != columns:
+        if self.trace.reads.get(key, Read(path, name, columns, 1)).axis != columns:
             key = f"{key}@{columns}"  # a matrix that is read along its other axis too
         width = weight[0, 0].numel() if weight.ndim > 2 else 1
-        read = self.found.reads.setdefault(key, Read(path, name, columns, width, self.calls))
+        read = self.trace.reads.setdefault(key, Read(path, name, columns, width, self.calls))
         self.calls += 1
-        if given.requires_grad:
-            read.inputs.append(given.clone())
+        if input.requires_grad:
+            read.inputs.append(input.clone())
             read.channels.append(channel)
-        shape = compute(given.detach().to("meta"), weight.detach().to("meta", given.dtype)).shape
-        return self._output(key, shape, given, Source(path, name, rows), channel)
+        shape = compute(input.detach().to("meta"), weight.detach().to("meta", input.dtype)).shape
+        return self._output(key, shape, input, Source(path, name, 1 - columns), channel)
 
     def _embedding(
         self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
@@ -346,11 +343,11 @@ class _Recorder(TorchFunctionMode):
 
     def _output(self, key: str, shape: tuple[int, ...], like: Tensor, source: Source, channel: int) -> Tensor:
         leaf = torch.randn(shape, generator=self.random).to(like.device, like.dtype).requires_grad_()
-        source = self.found.sources.setdefault(f"{key}@{source.axis}", source)
+        source = self.trace.sources.setdefault(f"{key}@{source.axis}", source)
         source.leaves.append(leaf)
         source.channels.append(channel)
         output = leaf.clone()  # a leaf must not be changed in place
-        self.made[id(output)] = (output, key)
+        self.outputs[id(output)] = (output, key)
         return output
 
     def _batch_norm(
@@ -365,36 +362,32 @@ class _Recorder(TorchFunctionMode):
     ) -> Tensor:
         """Batch norm as an affine map of every channel, so that gradients reach the running statistics."""
         norm = self.names[id(running_mean)][0] if id(running_mean) in self.names else None
-        self._taken([input], norm)
+        self._note_taker(input, norm)
         if norm is not None:
-            self.given.setdefault(norm, set()).add(self.made[id(input)][1] if id(input) in self.made else None)
+            self.normed.setdefault(norm, set()).add(self.outputs[id(input)][1] if id(input) in self.outputs else None)
         shape = (1, -1, *(1,) * (input.ndim - 2))
         output = input
         for index, value in enumerate((running_mean, running_var, weight, bias)):
             if value is not None:
-                one = self._replaced(value).view(shape).to(input.dtype)
-                output = output * one if index in (1, 2) else output + one
+                entries = self._replaced(value).view(shape).to(input.dtype)
+                output = output * entries if index in (1, 2) else output + entries
         return output
 
-    def _replaced(self, value: Argument) -> Argument:
-        """A value with the model's own parameters and buffers replaced by noise, also inside tuples and lists."""
-        if isinstance(value, Tensor):
-            return self._noise(value) if id(value) in self.names else value
-        if type(value) in (tuple, list):
-            return type(value)(self._replaced(one) for one in value)
-        return {key: self._replaced(one) for key, one in value.items()} if type(value) is dict else value
+    def _replaced(self, values: Argument) -> Argument:
+        """Values with the model's own parameters and buffers replaced by noise, also inside tuples, lists and dicts."""
+        return tree_map_only(Tensor, lambda value: self._noise(value) if id(value) in self.names else value, values)
 
     def _noise(self, value: Tensor) -> Tensor:
         """Positive noise in place of a parameter between layers, a leaf of the graph unless it is very large."""
         if value.numel() > _MOST_ENTRIES:
             kind = value.shape, value.dtype, value.device
             if kind not in self.large:
-                one = torch.rand((1, *value.shape[1:]), generator=self.random).add_(0.5)
-                self.large[kind] = one.to(value.device, value.dtype).expand(value.shape)
+                row = torch.rand((1, *value.shape[1:]), generator=self.random).add_(0.5)
+                self.large[kind] = row.to(value.device, value.dtype).expand(value.shape)
             return self.large[kind]
         if id(value) not in self.noise:
             path, name = self.names[id(value)]
             leaf = torch.rand(value.shape, generator=self.random).add_(0.5).to(value.device, value.dtype)
-            self.found.sources[joined(path, name)] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
+            self.trace.sources[joined(path, name)] = Source(path, name, leaves=[leaf.requires_grad_()], channels=[0])
             self.noise[id(value)] = leaf
         return self.noise[id(value)].clone()  # the model may write into it

@@ -35,54 +35,52 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     """
     paths = callable_modules(model)
 
-    def passed(batch: Batch) -> set[str]:
-        new: set[str] = set()
-        with keeping_buffers(model), before_calls(model, paths, lambda path, *_: new.add(path)):
-            logits(batches.forward(model, batch))
-        return new
-
     def shorter(batch: Batch, samples: int = _FIRST) -> tuple[Batch, set[str]]:
         """A shorter batch that the model takes, and the modules that it calls."""
         short = shortened(batch, samples)
         try:
-            return short, passed(short)
+            return short, called_modules(model, [short], paths)
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
         few = _fewer(batch, samples)
-        return few, passed(few)
+        return few, called_modules(model, [few], paths)
 
     first, called = shorter(data[0])
-    found = [first]
+    traced = [first]
     for batch in data:
         for part in batches.pieces(batch):
             if called.issuperset(paths):
-                return found
-            if new := passed(part) - called:
-                tried = (shorter(part, samples) for samples in (_FIRST, _FURTHER))
-                found.append(next((one for one, calls in tried if new <= calls), batches.inputs(part)))
+                return traced
+            if new := called_modules(model, [part], paths) - called:
+                candidates = (shorter(part, samples) for samples in (_FIRST, _FURTHER))
+                traced.append(next((short for short, calls in candidates if new <= calls), batches.inputs(part)))
                 called |= new
-    return found
+    return traced
 
 
 @torch.no_grad()
-def called_modules(model: nn.Module, given: Sequence[Batch], paths: Sequence[str]) -> set[str]:
-    """The modules among those at some paths that a model calls on some batches, in eval mode."""
-    found: set[str] = set()
-    with evaluating(model), keeping_buffers(model), before_calls(model, paths, lambda path, *_: found.add(path)):
-        for batch in given:
-            batches.forward(model, batch)
-    return found
+def called_modules(model: nn.Module, data: Sequence[Batch], paths: Sequence[str]) -> set[str]:
+    """The modules among those at some paths that a model calls on some batches, in eval mode.
+
+    Raises:
+        CalibrationError: the model returns no tensor.
+    """
+    called: set[str] = set()
+    with evaluating(model), keeping_buffers(model), before_calls(model, paths, lambda path, *_: called.add(path)):
+        for batch in data:
+            logits(batches.forward(model, batch))
+    return called
 
 
 def callable_modules(model: nn.Module) -> list[str]:
     """Names of the modules with parameters that a forward pass may call as modules."""
-    own = [(path, one) for path, one in model.named_modules() if not isinstance(one, torch.jit.ScriptModule)]
+    visible = {path: each for path, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
     # Attention of torch multiplies by the weight of its last layer itself.
-    unseen = {joined(path, "out_proj") for path, one in own if isinstance(one, nn.MultiheadAttention)}
+    unseen = {joined(path, "out_proj") for path, each in visible.items() if isinstance(each, nn.MultiheadAttention)}
     holders = (nn.ParameterList, nn.ParameterDict)
-    able = [path for path, one in own if [*one.parameters(recurse=False)] and not isinstance(one, holders)]
-    return [path for path in able if path not in unseen]
+    able = [path for path, each in visible.items() if any(value is not None for value in each._parameters.values())]
+    return [path for path in able if path not in unseen and not isinstance(visible[path], holders)]
 
 
 def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
@@ -91,24 +89,23 @@ def shortened(batch: Batch, samples: int = _FIRST) -> Batch:
     Text beside images or sounds is left whole: its tokens stand for their parts. Of text that is padded on the left the
     last positions are taken.
     """
-    given = _fewer(batch, samples)
-    found = batches.tensors(given)
-    if len(found) > 1 and any(tensor.is_floating_point() for tensor in found):
-        return given
-    texts = {tensor.shape for tensor in found if tensor.ndim == 2 and not tensor.is_floating_point()}
-    if isinstance(given, Mapping) and len(texts) == 1:
-        mask = given.get("attention_mask")
-        left = isinstance(mask, Tensor) and mask.shape in texts and not bool(mask[:, 0].all())
-        part = slice(-TOKENS, None) if left else slice(TOKENS)
+    short = _fewer(batch, samples)
+    tensors = batches.tensors(short)
+    if len(tensors) > 1 and any(tensor.is_floating_point() for tensor in tensors):
+        return short
+    texts = {tensor.shape for tensor in tensors if tensor.ndim == 2 and not tensor.is_floating_point()}
+    if isinstance(short, Mapping) and len(texts) == 1:
+        mask = short.get("attention_mask")
+        padded = isinstance(mask, Tensor) and mask.shape in texts and not bool(mask[:, 0].all())
+        part = slice(-TOKENS, None) if padded else slice(TOKENS)
         return {
             name: value[:, part] if isinstance(value, Tensor) and value.shape in texts else value
-            for name, value in given.items()
+            for name, value in short.items()
         }
-    whole = isinstance(given, Tensor) and given.ndim == 2 and not given.is_floating_point()
-    return given[:, :TOKENS] if whole and isinstance(given, Tensor) else given
+    return short[:, :TOKENS] if isinstance(short, Tensor) and short.shape in texts else short
 
 
 def _fewer(batch: Batch, samples: int) -> Batch:
     """The inputs of at most some samples."""
-    given = batches.inputs(batch)
-    return batches.take(given, torch.arange(min(samples, batches.size(given))))
+    inputs = batches.inputs(batch)
+    return batches.take(inputs, torch.arange(min(samples, batches.size(inputs))))

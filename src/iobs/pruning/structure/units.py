@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from iobs.pruning.network.layers import joined
 
-Kind: TypeAlias = Literal["channels", "neurons", "heads"]
+Kind: TypeAlias = Literal["channels", "neurons", "heads", "experts"]
 Index: TypeAlias = tuple[tuple[int, ...], ...]  # of every unit: positions along one axis of a parameter
 
 
@@ -128,7 +128,7 @@ class Site:
     @property
     def count(self) -> int:
         """Number of units."""
-        return len(self.readers[0].weight.index)
+        return len(self.slices[0].index)
 
     @property
     def reader(self) -> str:
@@ -142,7 +142,7 @@ class Site:
 
     def step(self, multiple_of: int) -> int:
         """The smallest number of units with which all readers and writers have a multiple of 8, 16 or another width."""
-        return lcm(*(multiple_of // gcd(multiple_of, len(one.index[0])) for one in self.slices))
+        return lcm(*(multiple_of // gcd(multiple_of, len(part.index[0])) for part in self.slices))
 
     @property
     def slices(self) -> tuple[Slices, ...]:
@@ -158,14 +158,14 @@ class Site:
         """The site with paths that begin at its owner, as a module of its own; batch norms may lie outside."""
         start = len(self.owner) + 1 if self.owner else 0
 
-        def moved(one: Slices) -> Slices:
-            return replace(one, path=one.path[start:])
+        def moved(part: Slices | Attribute) -> Any:
+            return replace(part, path=part.path[start:])
 
         return replace(
             self,
-            readers=tuple(replace(one, weight=moved(one.weight), norm=None) for one in self.readers),
+            readers=tuple(replace(reader, weight=moved(reader.weight), norm=None) for reader in self.readers),
             writers=tuple(map(moved, self.writers)),
-            attributes=tuple(replace(one, path=one.path[start:]) for one in self.attributes),
+            attributes=tuple(map(moved, self.attributes)),
         )
 
 
@@ -173,6 +173,6 @@ def common_path(names: Sequence[str]) -> str:
     """The longest path of a module that holds all parameters, by their full names."""
     split = [name.split(".") for name in names]
     length = 0
-    while all(len(one) > length + 1 and one[length] == split[0][length] for one in split):
+    while all(len(parts) > length + 1 and parts[length] == split[0][length] for parts in split):
         length += 1
     return ".".join(split[0][:length])

@@ -54,15 +54,15 @@ class SitesOfLayers:
 
     def read_by(self, layers: Collection[Layer]) -> SitesOfLayers:
         """The sites whose readers are all among some layers."""
-        found = tuple(site for site in self.sites if all(layer in layers for layer in self.readers(site)))
-        return replace(self, sites=found)
+        read = tuple(site for site in self.sites if all(layer in layers for layer in self.readers(site)))
+        return replace(self, sites=read)
 
     def columns(self, site: Site, layer: Layer) -> Index:
         """Columns of every unit of a site in the matrix of a layer that reads them."""
         return next(reader.columns for reader in site.readers if reader.path == layer.path)
 
     def single(self, site: Site) -> bool:
-        """Check that one layer reads the units of a site, and nothing else.
+        """True if one layer reads the units of a site, and nothing else.
 
         Its columns then fall into units, and its solver chooses the units. Other sites are chosen beforehand.
         """
@@ -84,19 +84,19 @@ class SitesOfLayers:
     def chosen(self, layer: Layer, kept: Mapping[str, Collection[int]]) -> ChosenGroups:
         """The groups of a layer with the units that sites keep, by name of the site."""
         every = self.groups(layer)
-        found, count = [], 0
+        chosen, count = [], 0
         for site in self.of(layer):
-            found += [count + unit for unit in sorted(kept[site.name])]
+            chosen += [count + unit for unit in sorted(kept[site.name])]
             count += site.count
         assert every.keep is not None
-        found += range(count, every.keep)
-        return ChosenGroups(every.index, keep=len(found), chosen=tuple(found))
+        chosen += range(count, every.keep)
+        return ChosenGroups(every.index, keep=len(chosen), chosen=tuple(chosen))
 
     def mask(self, layer: Layer, removed: Mapping[str, Iterable[int]]) -> Tensor:
         """Columns of a layer without those of removed units, bool (columns,); units by name of the site."""
-        found = torch.ones(layer.shape[1], dtype=torch.bool)
+        mask = torch.ones(layer.shape[1], dtype=torch.bool)
         for site in self.of(layer):
             columns = self.columns(site, layer)
             for unit in removed.get(site.name, ()):
-                found[list(columns[unit])] = False
-        return found
+                mask[list(columns[unit])] = False
+        return mask

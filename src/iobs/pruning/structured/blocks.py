@@ -1,0 +1,299 @@
+"""Whole parts of a network, and the first kind of them: blocks.
+
+Blocks are modules of one list that return a hidden state of their input's shape. During a run a removed block returns
+its input, so that all other modules keep their names. At the end it is deleted from its list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from iobs.errors import LayerSelectionError, ModelError, first_line, is_out_of_memory
+from iobs.pruning.calibration.blocks import hidden_of
+from iobs.pruning.network.calls import after_calls
+from iobs.pruning.network.layers import joined
+from iobs.pruning.network.modes import keeping_buffers, replaced_forwards
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.structure.config_fields import Configuration, counting_fields, set_fields, without_entries
+from iobs.pruning.structure.config_widths import Shapes, built_shapes, is_configured, set_configuration, shapes_of
+
+_INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes that hold the place of a block
+
+
+@dataclass(frozen=True)
+class PartList:
+    """Parts of one kind that stand side by side: the blocks of a list, or the experts of a mixture.
+
+    Attributes:
+        path: of the module that holds them.
+        count: number of parts.
+    """
+
+    path: str
+    count: int
+
+
+class Parts:
+    """The parts of one kind that a model has: its blocks, or its experts.
+
+    A removal is a mapping from the path of every list to the indices of the parts that go. A kind has the methods
+    `choose`, `least_removed`, `require_possible`, `without` and `finish`, too.
+
+    Args:
+        model: with all parts.
+        lists: in the order of the forward pass; each loses the same number.
+        least: parts that must be left in each list.
+
+    Attributes:
+        errors: relative squared change of the output of every list, by its path, as far as `choose` measures it.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, model: nn.Module, lists: Sequence[PartList], least: int) -> None:
+        self.model, self.lists, self.least = model, tuple(lists), least
+        self.errors: dict[str, float] = {}
+
+    def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
+        """Path of the first module that a removal changes."""
+        return self.lists[0].path
+
+    def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
+        """Paths of modules that stay in the model until `finish`, and compute nothing."""
+        return []
+
+
+class Blocks(Parts):
+    """The blocks of the list that holds most of a model's parameters.
+
+    Args:
+        model: its blocks are skipped within `without`, and deleted by `finish`.
+        blocks: the list.
+        rests: for every block the number of entries that it returns after the hidden state; None: no tuple.
+    """
+
+    kind = "blocks"
+
+    def __init__(self, model: nn.Module, blocks: PartList, rests: Sequence[int | None]) -> None:
+        super().__init__(model, [blocks], least=1)
+        self.path, self.count, self.rests = blocks.path, blocks.count, rests
+
+    @classmethod
+    def find(cls, model: nn.Module, batch: Batch) -> Blocks:
+        """Find the blocks of a model.
+
+        Raises:
+            LayerSelectionError: it has none.
+        """
+        lists = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_numbered(module)
+        }
+        calls = _calls(model, batch, {joined(path, name) for path, each in lists.items() for name in each._modules})
+        fitting = {
+            path: sum(value.numel() for value in module.parameters())
+            for path, module in lists.items()
+            if all(_is_block(calls.get(joined(path, name), [])) for name in module._modules)
+        }
+        if not fitting:
+            raise LayerSelectionError(
+                "No blocks were found that can be removed: no list of modules whose members are called once each and "
+                "return a hidden state of the shape of their input."
+            )
+        path = max(fitting, key=lambda path: fitting[path])
+        count = len(lists[path])
+        return cls(model, PartList(path, count), [calls[joined(path, str(index))][0].rest for index in range(count)])
+
+    def choose(self, keep: int, damage: Callable[[], float]) -> dict[str, list[int]]:
+        """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are.
+
+        A block without which the class cannot be built stays, such as the dense first block of some mixtures. So does
+        one without which the model fails, since it computes with more of the block's result than the hidden state.
+
+        Raises:
+            ModelError: the class cannot be built without the chosen blocks, or the model fails without any block.
+        """
+        gone: list[int] = []
+        while len(gone) < self.count - keep:
+            damages: dict[int, float] = {}
+            reason = ""
+            for block in (index for index in range(self.count) if index not in gone):
+                try:
+                    with self.without({self.path: [*gone, block]}):
+                        damages[block] = damage()
+                except batches.REFUSALS as error:
+                    if is_out_of_memory(error):
+                        raise
+                    reason = reason or first_line(error)
+            if not damages:
+                raise ModelError(
+                    f"{type(self.model).__name__} fails if a block of {self.path or 'the model'} only passes on "
+                    f"its hidden state ({reason}): it computes with other results of the blocks. Remove units inside "
+                    'of them instead: leave out units="blocks".'
+                )
+            order = sorted(damages, key=lambda block: damages[block])
+            gone.append(next((block for block in order if self._can_lose([*gone, block])), order[0]))
+        if is_configured(self.model):
+            self._shorter_config(sorted(gone))
+        return {self.path: sorted(gone)}
+
+    def least_removed(self, keep: int) -> int:
+        """The parameters of the smallest blocks; those that several blocks share stay."""
+        blocks = [
+            {id(value): value.numel() for value in self.model.get_submodule(path).parameters()}
+            for path in self.unused({self.path: range(self.count)})
+        ]
+        uses = Counter(identity for block in blocks for identity in block)
+        sizes = sorted(sum(size for identity, size in block.items() if uses[identity] == 1) for block in blocks)
+        return sum(sizes[: self.count - keep])
+
+    def require_possible(self, keep: int) -> None:
+        """Raise unless the class of the model can have fewer blocks, before any work.
+
+        Raises:
+            ModelError: it cannot.
+        """
+        if is_configured(self.model):
+            self._shorter_config(range(keep, self.count))
+
+    def without(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
+        """Context in which removed blocks return their input."""
+        rests = [self.rests[index] for index in removed[self.path]]
+        paths = zip(self.unused(removed), rests, strict=True)
+        return replaced_forwards([(self.model.get_submodule(path), _Skip(rest)) for path, rest in paths])
+
+    def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
+        """Path of the first removed block."""
+        return self.unused(removed)[0]
+
+    def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
+        """Paths of the removed blocks."""
+        return [joined(self.path, str(index)) for index in removed[self.path]]
+
+    def finish(self, removed: Mapping[str, Sequence[int]]) -> None:
+        """Delete the blocks from their list.
+
+        Raises:
+            ModelError: the configuration cannot express the number of blocks.
+        """
+        gone = removed[self.path]
+        config = self._shorter_config(gone) if is_configured(self.model) else None
+        members = self.model.get_submodule(self.path)
+        assert isinstance(members, (nn.ModuleList, nn.Sequential))
+        for index in sorted(gone, reverse=True):
+            del members[index]
+        kept = [index for index in range(self.count) if index not in gone]
+        for new, old in enumerate(kept):
+            for module in members[new].modules():
+                for name in _INDICES:
+                    if vars(module).get(name) == old:
+                        setattr(module, name, new)
+        if config is not None:
+            set_configuration(self.model, config)
+
+    def _can_lose(self, gone: Sequence[int]) -> bool:
+        """True if the class of the model can be built without some blocks."""
+        try:
+            return not is_configured(self.model) or self._shorter_config(sorted(gone)) is not None
+        except ModelError:
+            return False
+
+    def _shorter_config(self, gone: Sequence[int]) -> Configuration:
+        """The configuration of the model without some blocks.
+
+        Raises:
+            ModelError: there is none.
+        """
+        keep = self.count - len(gone)
+        expected = _renumbered(shapes_of(self.model), self.path, gone)
+        counting = counting_fields(self.model.config, self.count)
+        reason = "no field of the configuration has their number"
+        for fields in [*([field] for field in counting), counting] if counting else []:
+            config = without_entries(self.model.config, fields, gone)
+            try:
+                set_fields(config, fields, keep)
+                if built_shapes(self.model, config) == expected:
+                    return config
+                reason = f"{fields[0].name} changes other shapes"
+            except Exception as error:  # configurations check their values
+                reason = first_line(error)
+        raise ModelError(f"{type(self.model).__name__} cannot be built with {keep} blocks of {self.path}: {reason}.")
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    """True if the members of a list are named by their places: other names are parts of different kinds."""
+    return [name for name, _ in module.named_children()] == [str(index) for index in range(len(module._modules))]
+
+
+class _Skip:
+    """The forward of a removed block: a copy of its hidden state."""
+
+    def __init__(self, rest: int | None) -> None:
+        self.rest = rest
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        hidden = hidden_argument(args, kwargs)
+        assert hidden is not None
+        return hidden.clone() if self.rest is None else (hidden.clone(), *[None] * self.rest)
+
+
+@dataclass(frozen=True)
+class _BlockResult:
+    """The result of one call of a module.
+
+    Attributes:
+        alike: True if it holds a hidden state of the shape of the input.
+        rest: number of entries after the hidden state; None: no tuple.
+    """
+
+    alike: bool
+    rest: int | None
+
+
+def _is_block(calls: Sequence[_BlockResult]) -> bool:
+    """True if a module was called once and returned a hidden state of the shape of its input."""
+    return len(calls) == 1 and calls[0].alike
+
+
+@torch.no_grad()
+def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> dict[str, list[_BlockResult]]:
+    """The results of every call of modules on the first sample of a batch, by path."""
+    results: dict[str, list[_BlockResult]] = {}
+
+    def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        before, after = hidden_argument(args, kwargs), hidden_of(output)
+        alike = before is not None and after is not None and before.shape == after.shape and before.is_floating_point()
+        rest = len(output) - 1 if isinstance(output, (tuple, list)) else None
+        results.setdefault(path, []).append(_BlockResult(alike, rest))
+
+    with keeping_buffers(model), after_calls(model, paths, note):
+        batches.forward(model, batches.first_sample(batch))
+    return results
+
+
+def _renumbered(shapes: Shapes, path: str, gone: Sequence[int]) -> Shapes:
+    """Shapes by name after the blocks of a list were deleted."""
+    renumbered = {}
+    for name, shape in shapes.items():
+        if name.startswith(f"{path}."):
+            index, _, rest = name[len(path) + 1 :].partition(".")
+            if int(index) in gone:
+                continue
+            name = f"{path}.{int(index) - sum(block < int(index) for block in gone)}.{rest}"
+        renumbered[name] = shape
+    return renumbered
+
+
+def hidden_argument(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor | None:
+    """The hidden state among a module's arguments: the first, or the one of that name."""
+    value = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    return value if isinstance(value, Tensor) else None
