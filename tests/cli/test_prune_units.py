@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from iobs.models import load
-from iobs.pruning.decisions import widths
+from iobs.pruning.plan import widths
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report import read_report
 

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.core.structured import Structured
 from iobs.errors import ModelError, ProblemError
-from iobs.pruning.decisions import widths
 from iobs.pruning.network.modes import evaluating
+from iobs.pruning.plan import widths
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.widths import clock
 from iobs.pruning.widths.clock import Example, called_in, interleaved, require_runtime

@@ -24,7 +24,7 @@ from iobs.errors import (
     PatternError,
     ProblemError,
 )
-from iobs.pruning.decisions import widths
+from iobs.pruning.plan import widths
 from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import find_sites

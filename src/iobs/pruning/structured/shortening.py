@@ -15,10 +15,10 @@ from iobs.core.column_groups import Groups
 from iobs.core.patterns import keep_count
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.pruning.algorithm import run
-from iobs.pruning.allocation.sensitivity import PROBE, PROBE_TOKENS
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.losses import answered
 from iobs.pruning.calibration.observe import multiplied_as_they_are
+from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
 from iobs.pruning.descent.scoring import dense_copy
