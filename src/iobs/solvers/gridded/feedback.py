@@ -250,9 +250,8 @@ def round_numba(lattice: Lattice, paths: int) -> Tensor:
     """Numba form of `round_along_paths`, row by row."""
     from iobs.solvers.kernels import descend_numba as kernel
 
+    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts
+    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), lattice.levels)
     result = torch.zeros_like(lattice.centre)
-    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts, result
-    arrays = [tensor.numpy() for tensor in tensors]
-    loop: Callable[..., None] = kernel.rounded
-    over_rows(lambda start, stop: loop(start, stop, *arrays, lattice.levels, paths), len(result))
+    over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
     return result

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from iobs.solvers.kernels.threads import over_rows
+
+if TYPE_CHECKING:
+    from iobs.solvers.kernels.descend_numba import GridArrays
 
 _WIDE = 1024  # columns from which rows are swept in blocks
 _BLOCK = 256  # columns of a block
@@ -43,10 +46,12 @@ class GridRows:
     group: int
     levels: int
 
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> GridArrays:
         """The attributes with tensors as numpy arrays that share their memory."""
+        from iobs.solvers.kernels.descend_numba import GridArrays
+
         tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
-        return (*(tensor.numpy() for tensor in tensors), self.group, self.levels)
+        return GridArrays(*(tensor.numpy() for tensor in tensors), self.group, self.levels)
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""
@@ -222,9 +227,8 @@ def _improvable(rows: GridRows) -> int:
     """The number of values that would change if all others stayed, about those that the next sweep changes."""
     from iobs.solvers.kernels import descend_numba as kernel
 
-    count: Callable[..., None] = kernel.improvable
     arrays, changes = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
-    over_rows(lambda start, stop: count(start, stop, *arrays, changes.numpy()), len(changes))
+    over_rows(lambda start, stop: kernel.improvable(start, stop, arrays, changes.numpy()), len(changes))
     return int(changes.sum())
 
 
@@ -233,13 +237,11 @@ def _sweep_in_blocks(rows: GridRows) -> None:
     from iobs.solvers.kernels import descend_numba as kernel
 
     count, columns = rows.weight.shape
-    weight, gradient, mask, scales = (tensor.numpy() for tensor in (rows.weight, rows.gradient, rows.mask, rows.scales))
     for first in range(0, columns, _BLOCK):
         span = slice(first, min(first + _BLOCK, columns))
-        hessian = rows.hessian[span, span].contiguous()
+        arrays = rows.arrays()._replace(hessian=rows.hessian[span, span].contiguous().numpy())
         step = torch.empty(count, span.stop - first, dtype=rows.weight.dtype)
-        arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first, step.numpy()
-        over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays), count)  # noqa: B023
+        over_rows(lambda start, stop: kernel.block_values(start, stop, arrays, first, step.numpy()), count)  # noqa: B023
         rows.gradient.addmm_(step, rows.hessian[span])
 
 
@@ -259,4 +261,4 @@ def step_pairs_numba(rows: GridRows, candidates: int, limit: int) -> None:
 
 def _over_rows(kernel: Callable[..., None], rows: GridRows, *options: int) -> None:
     arrays = rows.arrays()
-    over_rows(lambda start, stop: kernel(start, stop, *arrays, *options), len(rows.weight))
+    over_rows(lambda start, stop: kernel(start, stop, arrays, *options), len(rows.weight))

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from iobs.core import linalg
 
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
 
 @dataclass
 class RowState:
@@ -105,20 +103,8 @@ def swap_until_optimal_numba(
     """Numba form of `swap_until_optimal`, which skips variables of P with too small a gain of admission."""
     from iobs.solvers.kernels import swaps_numba
 
-    return swaps_numba.swap_until_optimal(
-        state.support.numpy(),
-        state.rest.numpy(),
-        state.inverse.numpy(),
-        state.spread.numpy(),
-        state.schur.numpy(),
-        state.gradient.numpy(),
-        state.weight.numpy(),
-        hessian.numpy(),
-        inside,
-        outside,
-        tolerance,
-        limit,
-    )
+    arrays = swaps_numba.RowArrays(*(tensor.numpy() for tensor in vars(state).values()))
+    return swaps_numba.swap_until_optimal(arrays, hessian.numpy(), inside, outside, tolerance, limit)
 
 
 def swap_until_optimal_torch(
