@@ -36,10 +36,7 @@ def _arrays(state):
 @pytest.mark.parametrize("forced", [(), (2,)])
 def test_best_swap_agrees_with_all_refits(seed, forced):
     objective, fit, state = _state(np.random.default_rng(seed), forced)
-    leaving, entering, change = kernels.best_swap(
-        state.inverse, state.projection, state.schur, state.hessian.diagonal().copy(), state.gradient, state.theta,
-        state.allowed, state.locked,
-    )  # fmt: skip
+    leaving, entering, change = kernels.best_swap(state, state.hessian.diagonal().copy())
     changes = {}
     for i, j in itertools.product(range(fit.support.size), np.setdiff1d(np.arange(M), fit.support)):
         if fit.support[i] not in forced:

@@ -15,7 +15,6 @@ from iobs.solvers.gridded.feedback import (
     Lattice,
     feedback_order,
     round_along_paths,
-    round_numba,
     round_torch,
     round_with_feedback,
 )
@@ -96,7 +95,7 @@ def test_paths_numba_equals_torch(paths, own):
     problem = random_problem(20, 24, condition=1e3)
     lattice = lattice_of(problem, [24, 0, 1, 17] * 5, own=own)
     plain = round_torch(lattice, paths)
-    torch.testing.assert_close(round_numba(lattice, paths), plain)
+    torch.testing.assert_close(round_along_paths(lattice, paths), plain)
     assert not plain[1].any()
     assert not plain[2, 1:].any()
 

@@ -43,7 +43,7 @@ def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
     problem, (plain, numba) = rows_for(0, dtype)
     before = plain.weight.clone()
     getattr(descend, f"{name}_torch")(plain, *arguments)
-    getattr(descend, f"{name}_numba")(numba, *arguments)
+    getattr(descend, name)(numba, *arguments)
     assert not torch.equal(plain.weight, before)
     torch.testing.assert_close(numba.weight, plain.weight)
     assert torch.equal(numba.mask, plain.mask)
@@ -87,7 +87,7 @@ def test_sweeps_in_blocks_of_columns_equal_sweeps_column_by_column(monkeypatch, 
     problem, (plain, blocks) = rows_for(2, dtype)
     before = plain.weight.clone()
     descend.descend_values_torch(plain, 4)
-    descend.descend_values_numba(blocks, 4)
+    descend.descend_values(blocks, 4)
     assert not torch.equal(plain.weight, before)
     torch.testing.assert_close(blocks.weight, plain.weight)
     exact = problem.gradient(blocks.weight.double()).to(dtype)
@@ -100,7 +100,7 @@ def test_values_settle(dtype):
     # A value computed in a wider dtype never equals the stored one, and each sweep would change it again.
     _, (rows, _) = rows_for(3, dtype)
     assert ((rows.weight.abs() / rows.spread()).round() == rows.levels).any()
-    descend.descend_values_numba(rows, 200)
+    descend.descend_values(rows, 200)
     settled = rows.weight.clone(), rows.gradient.clone()
     descend._sweep_in_blocks(rows)
     assert torch.equal(rows.weight, settled[0])
@@ -112,7 +112,7 @@ def test_improvable_values_are_those_that_change_alone():
     curvature, spread = rows.hessian.diagonal(), rows.spread()
     best = ((rows.weight - rows.gradient / curvature) / spread).round().clamp(-rows.levels, rows.levels) * spread
     assert descend._improvable(rows) == int(((best != rows.weight) & rows.mask).sum()) > 0
-    descend.descend_values_numba(rows, 200)
+    descend.descend_values(rows, 200)
     assert descend._improvable(rows) == 0
 
 

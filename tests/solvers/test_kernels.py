@@ -37,12 +37,12 @@ def test_eliminate_numba_equals_torch(dtype):
     current, mask = torch.randn(40, 24, dtype=dtype), torch.rand(40, 24) > 0.5
     other, other_mask = current.clone(), mask.clone()
     sparsegpt.eliminate_torch(current, factor, mask)
-    sparsegpt.eliminate_numba(other, factor, other_mask)
+    sparsegpt.eliminate(other, factor, other_mask)
     torch.testing.assert_close(other, current)
     current, other = torch.randn(40, 24, dtype=dtype), None
     other = current.clone()
     sparsegpt.eliminate_groups_torch(current, factor, mask, 3, 8)
-    sparsegpt.eliminate_groups_numba(other, factor, other_mask, 3, 8)
+    sparsegpt.eliminate_groups(other, factor, other_mask, 3, 8)
     assert torch.equal(mask, other_mask)
     torch.testing.assert_close(other, current)
 
@@ -67,9 +67,7 @@ def test_swap_until_optimal_numba_equals_torch(inside, outside):
         states = [swaps.RowState.build(problem.matrix, row, mask) for _ in range(2)]
         made = [
             form(state, problem.matrix, inside, outside, 1e-9, 5)
-            for form, state in zip(
-                (swaps.swap_until_optimal_torch, swaps.swap_until_optimal_numba), states, strict=True
-            )
+            for form, state in zip((swaps.swap_until_optimal_torch, swaps.swap_until_optimal), states, strict=True)
         ]
         assert made[0] == made[1]
         for plain, numba in zip(*[vars(state).values() for state in states], strict=True):
@@ -99,7 +97,7 @@ def test_swaps_lower_the_loss_if_inputs_depend_on_each_other(kind, seed, first, 
         return float(0.5 * state.weight @ block @ state.weight - linear[state.support] @ state.weight)
 
     before = loss()
-    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal_numba
+    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal
     assert swap(state, hessian, 3, 4, -1e-10 * before, 64) < 64
     assert loss() <= before
     fresh = swaps.RowState.build(hessian, linear, torch.zeros(7, dtype=torch.bool).scatter(0, state.support, True))

@@ -308,7 +308,7 @@ def _power(size: float) -> float:
 
 
 def _mean_curvature(quadratic: Quadratic) -> float:
-    return float(quadratic.operator.diagonal().double().mean())
+    return float(quadratic.matrix.diagonal().double().mean())
 
 
 def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:
@@ -316,7 +316,7 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
 
     Decoupled columns have zero saliency, so solvers keep entries of live columns of the same group instead.
     """
-    diagonal = quadratic.operator.diagonal()
+    diagonal = quadratic.matrix.diagonal()
     dead = diagonal == 0
     if not bool(dead.any()):
         return quadratic, None

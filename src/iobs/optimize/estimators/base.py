@@ -262,7 +262,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self._keep(objective, path.fit)
         if bounds is not None and isinstance(objective, Tabled):
             bounds = bounds.repeated(objective.outputs)
-        self._keep_errors(objective, path.fit if bounds is None else bounds.inside(path.fit), self._sample_count(data))
+        estimated = path.fit if bounds is None else path.fit.strictly_within(bounds)
+        self._keep_errors(objective, estimated, self._sample_count(data))
         if len(path.sizes) > 1:
             self._keep_spread(data, objective)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.within import Bounds, refit_within
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, pursuits
 from iobs.optimize.search.bounded import ALL_TRIED, SOME_TRIED, BoundedSearch, stages
 
@@ -54,7 +55,7 @@ class WithinBounds(Method):
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """Start from the fit of the forced coordinates; the given theta is the first stage."""
-        empty = refit_within(problem.objective, problem.forced, self.bounds)
+        empty = refit(problem.objective, problem.forced, bounds=self.bounds)
         return State(empty.theta, empty.value, empty.gradient, stages(problem, self.bounds, theta), busy=True)
 
     def step(self, problem: Problem, state: State) -> State:

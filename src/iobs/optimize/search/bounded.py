@@ -15,8 +15,8 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.newton import Fit
-from iobs.optimize.refit.within import Bounds, refit_within
+from iobs.optimize.refit.newton import Fit, refit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto
 
 ALL_TRIED = "1-swap optimal: no exchange of two coordinates lowers f within the bounds"
@@ -48,7 +48,7 @@ class BoundedSearch:
 
     def fitted(self, support: Indices, start: Array | None = None) -> Fit:
         """The refit on a support within the bounds."""
-        return refit_within(self.problem.objective, np.sort(support).astype(np.int64), self.bounds, start)
+        return refit(self.problem.objective, np.sort(support).astype(np.int64), start, bounds=self.bounds)
 
     def gains(self, fit: Fit) -> Array:
         """The decrease of f that a step of each coordinate outside the support promises (d,); -1 where none may."""
@@ -157,7 +157,7 @@ def _proposals(search: BoundedSearch, problem: Problem, empty: Fit, start: Array
 
 def _on_data(objective: Objective, fit: Fit, bounds: Bounds) -> Fit:
     """A fit by the Gram matrix, fitted on the data; any other fit unchanged."""
-    return fit if by_gram(objective) is None else refit_within(objective, fit.support, bounds, fit.theta)
+    return fit if by_gram(objective) is None else refit(objective, fit.support, fit.theta, bounds=bounds)
 
 
 def bounded_path(

@@ -15,7 +15,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.refit.newton import Fit, inverse_block, newton_direction, refit
-from iobs.optimize.refit.within import Bounds, refit_within
+from iobs.optimize.refit.within import Bounds
 
 _ENTERING = 6  # number of entering groups that are tried with each of the `_LEAVING` cheapest leaving groups
 _LEAVING = 4
@@ -94,9 +94,7 @@ def group_path(groups: CoordinateGroups, sizes: list[int], bounds: Bounds | None
 
 def _fitted(groups: CoordinateGroups, chosen: frozenset[int], bounds: Bounds | None, start: Array | None = None) -> Fit:
     support = groups.support(chosen)
-    if bounds is None:
-        return refit(groups.objective, support, start)
-    return refit_within(groups.objective, support, bounds, start)
+    return refit(groups.objective, support, start, bounds=bounds)
 
 
 def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds: Bounds | None) -> list[int]:

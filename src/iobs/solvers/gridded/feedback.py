@@ -216,7 +216,15 @@ def round_along_paths(lattice: Lattice, paths: int) -> Tensor:
         lattice: the rows.
         paths: prefixes of a row that are kept.
     """
-    return (round_numba if lattice.centre.device.type == "cpu" else round_torch)(lattice, paths)
+    if lattice.centre.device.type != "cpu":
+        return round_torch(lattice, paths)
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts
+    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), lattice.levels)
+    result = torch.zeros_like(lattice.centre)
+    over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
+    return result
 
 
 def round_torch(lattice: Lattice, paths: int) -> Tensor:
@@ -244,14 +252,3 @@ def round_torch(lattice: Lattice, paths: int) -> Tensor:
     values = centre + error[torch.arange(rows, device=centre.device), best]
     real = torch.arange(n, device=centre.device) < lattice.counts[:, None]
     return torch.where(real, values, torch.zeros_like(values))
-
-
-def round_numba(lattice: Lattice, paths: int) -> Tensor:
-    """Numba form of `round_along_paths`, row by row."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts
-    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), lattice.levels)
-    result = torch.zeros_like(lattice.centre)
-    over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
-    return result

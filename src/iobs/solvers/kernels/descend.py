@@ -65,8 +65,21 @@ class GridRows:
 
 
 def descend_values(rows: GridRows, sweeps: int) -> None:
-    """Set each kept entry in turn to its best value on the grid, for `sweeps` sweeps or until nothing changes."""
-    (descend_values_numba if rows.compiled else descend_values_torch)(rows, sweeps)
+    """Set each kept entry in turn to its best value on the grid, for `sweeps` sweeps or until nothing changes.
+
+    On a CPU, while many values change, wide rows are swept in blocks of columns with one matrix product after each.
+    """
+    if not rows.compiled:
+        descend_values_torch(rows, sweeps)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    if rows.weight.shape[1] >= _WIDE:
+        enough = _DENSE_CHANGES * float(rows.mask.sum())
+        while sweeps and _improvable(rows) > enough:
+            _sweep_in_blocks(rows)
+            sweeps -= 1
+    _over_rows(kernel.values, rows, sweeps)
 
 
 def exchange_entries(rows: GridRows, of: int, candidates: int, limit: int) -> None:
@@ -78,8 +91,12 @@ def exchange_entries(rows: GridRows, of: int, candidates: int, limit: int) -> No
         candidates: kept entries, and removed ones, that are compared in a whole row: those of least change alone.
         limit: largest number of exchanges in a row.
     """
-    form = exchange_entries_numba if rows.compiled else exchange_entries_torch
-    form(rows, of, candidates, limit)
+    if not rows.compiled:
+        exchange_entries_torch(rows, of, candidates, limit)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    _over_rows(kernel.exchanges, rows, of, candidates, limit)
 
 
 def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
@@ -90,7 +107,12 @@ def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
         candidates: steps of single entries that are compared, those of least change relative to their curvature.
         limit: largest number of moves in a row.
     """
-    (step_pairs_numba if rows.compiled else step_pairs_torch)(rows, candidates, limit)
+    if not rows.compiled:
+        step_pairs_torch(rows, candidates, limit)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    _over_rows(kernel.pairs, rows, candidates, limit)
 
 
 def descend_values_torch(rows: GridRows, sweeps: int) -> None:
@@ -207,22 +229,6 @@ def _least(rows: GridRows) -> Tensor:
     return 64 * torch.finfo(rows.weight.dtype).eps * size
 
 
-def descend_values_numba(rows: GridRows, sweeps: int) -> None:
-    """Numba form of `descend_values`.
-
-    While many values change, wide rows are swept in blocks of columns with one matrix product after each block.
-    """
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    columns = rows.weight.shape[1]
-    if columns >= _WIDE:
-        enough = _DENSE_CHANGES * float(rows.mask.sum())
-        while sweeps and _improvable(rows) > enough:
-            _sweep_in_blocks(rows)
-            sweeps -= 1
-    _over_rows(kernel.values, rows, sweeps)
-
-
 def _improvable(rows: GridRows) -> int:
     """The number of values that would change if all others stayed, about those that the next sweep changes."""
     from iobs.solvers.kernels import descend_numba as kernel
@@ -243,20 +249,6 @@ def _sweep_in_blocks(rows: GridRows) -> None:
         step = torch.empty(count, span.stop - first, dtype=rows.weight.dtype)
         over_rows(lambda start, stop: kernel.block_values(start, stop, arrays, first, step.numpy()), count)  # noqa: B023
         rows.gradient.addmm_(step, rows.hessian[span])
-
-
-def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:
-    """Numba form of `exchange_entries`."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    _over_rows(kernel.exchanges, rows, of, candidates, limit)
-
-
-def step_pairs_numba(rows: GridRows, candidates: int, limit: int) -> None:
-    """Numba form of `step_pairs`."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    _over_rows(kernel.pairs, rows, candidates, limit)
 
 
 def _over_rows(kernel: Callable[..., None], rows: GridRows, *options: int) -> None:
