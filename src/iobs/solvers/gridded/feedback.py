@@ -221,7 +221,7 @@ def round_along_paths(lattice: Lattice, paths: int) -> Tensor:
     from iobs.solvers.kernels import descend_numba as kernel
 
     tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts
-    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), lattice.levels)
+    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), levels=lattice.levels)
     result = torch.zeros_like(lattice.centre)
     over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
     return result

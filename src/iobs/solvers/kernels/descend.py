@@ -51,7 +51,7 @@ class GridRows:
         from iobs.solvers.kernels.descend_numba import GridArrays
 
         tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
-        return GridArrays(*(tensor.numpy() for tensor in tensors), self.group, self.levels)
+        return GridArrays(*(tensor.numpy() for tensor in tensors), group=self.group, levels=self.levels)
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""

@@ -25,7 +25,7 @@ class ActiveVariables(NamedTuple):
     weight: Floats
     diagonal: Floats
     factor: Floats
-    index: Integers
+    names: Integers
     column: Floats
     coefficients: Floats
 
@@ -46,7 +46,7 @@ def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) ->
 @njit(nogil=True, cache=True)
 def _drop(position: int, active: int, steps: int, state: ActiveVariables) -> None:
     """Remove a position by moving the last active variable there."""
-    weight, diagonal, factor, index = state.weight, state.diagonal, state.factor, state.index
+    weight, diagonal, factor, index = state.weight, state.diagonal, state.factor, state.names
     last = active - 1
     if position != last:
         weight[position], diagonal[position], index[position] = weight[last], diagonal[last], index[last]
@@ -66,7 +66,7 @@ def _subtract(column: Floats, factor: Floats, coefficients: Floats, steps: int, 
 @njit(nogil=True, cache=True)
 def _close_group(group: int, of: int, active: int, steps: int, state: ActiveVariables) -> int:
     """Drop the remaining variables of a group that has reached its quota; return the new number of active ones."""
-    index = state.index
+    index = state.names
     a = 0
     while a < active:
         if index[a] // of == group:
