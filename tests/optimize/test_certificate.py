@@ -9,14 +9,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import Lasso
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.bounds import branch_and_bound
 from iobs.optimize.bounds.branch_and_bound import certify
-from iobs.optimize.bounds.tangents import Boxes, lasso
+from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.families import Logistic
@@ -119,16 +118,6 @@ def test_tangents_bound_if_hessian_is_singular():
     assert 0.3 * best < lower - margin <= best
     scaled, margin = _bound(LeastSquares(X * 10.0 ** rng.uniform(-2, 2, 60), y), 4, best)
     assert 0.3 * best < scaled - margin <= best
-
-
-def test_lasso_agrees_with_scikit_learn(rng):
-    X = correlated_design(rng, 60, 12, 0.5)
-    y = X @ sparse_signal(rng, 12, 3) + rng.standard_normal(60)
-    theirs = Lasso(alpha=0.1, fit_intercept=False, tol=1e-12, max_iter=100_000).fit(X, y).coef_
-    point, gradient = np.zeros(12), -X.T @ y
-    lasso(X.T @ X, point, gradient, np.full(12, 6.0), 10_000, 1e-12)
-    np.testing.assert_allclose(point, theirs, atol=1e-8)
-    np.testing.assert_allclose(gradient, X.T @ (X @ point - y), atol=1e-8)
 
 
 def test_certify_raises_or_reports_no_bound(rng, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from iobs.optimize.objectives.families import Logistic, Poisson
-from iobs.optimize.refit import kernels, newton
+from iobs.optimize.refit import newton
 
 FAMILIES = [Logistic, Poisson]
 
@@ -45,19 +45,6 @@ def test_compiled_minimiser_equals_the_general_one(family, far, monkeypatch):
             assert np.abs(slope).max() <= 1e-8 * np.abs(objective.value_and_gradient(np.zeros(5))[1]).max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_intercept_and_exact_model_are_found(family, rng):
-    X = rng.standard_normal((80, 3))
-    margin = X @ np.array([1.0, -0.5, 0.3]) + 0.7
-    share = 1 / (1 + np.exp(-margin)) if family is Logistic else np.exp(margin)
-    objective = family(X, share, intercept=True)
-    fit = newton.refit(objective, np.arange(4))
-    theta, constant = objective.split(fit.theta)
-    assert theta == pytest.approx([1.0, -0.5, 0.3], rel=1e-10)
-    assert constant == pytest.approx(0.7, rel=1e-10)
-    assert fit.value < 1e-12
-
-
 def test_singular_or_unbounded_models_are_left_to_the_general_form(rng):
     column = rng.standard_normal((40, 1))
     doubled = np.hstack([column, column])
@@ -66,12 +53,3 @@ def test_singular_or_unbounded_models_are_left_to_the_general_form(rng):
     assert newton._compiled(Poisson(doubled, np.ones(40)), far, 50) is None
     fit = newton.refit(Poisson(doubled, np.ones(40), ridge=0.1), np.arange(2), far)
     assert fit.theta == pytest.approx(np.zeros(2), abs=0.2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_form_equals_its_plain_form(family, monkeypatch):
-    objective, _ = _problem(family, 3, n=40, k=3, ridge=0.2)
-    fast = newton._compiled(objective, np.zeros(3), 50)
-    for name in ("_evaluate", "factorise", "solve", "minimise"):
-        monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
-    assert newton._compiled(objective, np.zeros(3), 50) == pytest.approx(fast, rel=1e-10)

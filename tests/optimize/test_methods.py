@@ -11,7 +11,7 @@ from sparse_problems import correlated_design, sparse_signal
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.base import state_at
-from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
+from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness
 from iobs.optimize.methods.sparse_newton import RegularisedNewton
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.families import Logistic
@@ -59,17 +59,6 @@ def test_stochastic_iobs_step_is_the_papers_formula(start, kind, smoothness, bat
     new = method.step(problem, method.begin(problem, theta))
     expected = _truncated(theta - _eta(theta, gradient, bound) * gradient, K)
     np.testing.assert_allclose(new.theta, expected, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("inside", [0, 3, D])
-def test_stochastic_length_is_the_formula_for_any_mask(inside, rng):
-    theta, gradient = rng.standard_normal(D), rng.standard_normal(D)
-    mask = np.isin(np.arange(D), rng.permutation(D)[:inside])
-    norm = np.linalg.norm(gradient)
-    numerator = 1 - sum(gradient[i] * theta[i] for i in range(D) if not mask[i]) / norm
-    denominator = 0.7 + sum(gradient[i] ** 2 for i in range(D) if mask[i]) / norm
-    assert stochastic_length(theta, gradient, mask, 0.7) == pytest.approx(numerator / denominator)
-    assert stochastic_length(theta, np.zeros(D), mask, 0.7) == pytest.approx(1 / 0.7)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 49, 71, 416])  # seeds where the greedy mask, swapped, is worse than Top-k
