@@ -10,7 +10,6 @@ from iobs.core import linalg
 from iobs.solvers import obc, sparsegpt
 from iobs.solvers.kernels import conjugate, project, swaps
 from iobs.solvers.kernels.project_numba import kth_smallest
-from iobs.solvers.obc import greedy_mask
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -140,13 +139,6 @@ def test_improve_weights_equals_exact_and_torch_form():
     torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
     again = conjugate.improve_weights(problem.matrix, problem.linear, mask, exact, 50)
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
-
-
-def test_greedy_mask_is_contiguous():
-    problem = random_problem(4, 8)
-    for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
-        mask = greedy_mask(torch.linalg.inv(problem.matrix), problem.centre(), pattern.groups((4, 8)))
-        assert mask.is_contiguous()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
