@@ -12,7 +12,6 @@ from iobs.core.grids import over_columns
 from iobs.core.patterns import parse
 from iobs.errors import PatternError, ProblemError
 from iobs.solvers.families import GRID_SOLVERS
-from iobs.solvers.gridded import search
 from iobs.solvers.gridded.lattice import refit_scales, rounded, search_scales
 
 EVERY_SOLVER = sorted(GRID_SOLVERS)
@@ -113,20 +112,6 @@ def test_search_has_at_most_the_loss_of_the_published_methods(pattern):
     assert losses["admm"] == min(losses.values())
 
 
-def test_large_layers_choose_their_entries_with_less_work(monkeypatch):
-    chosen = []
-
-    def masks(budget):
-        chosen.append(budget)
-        return iobs.ADMM(budget)
-
-    monkeypatch.setattr(search, "ADMM", masks)
-    for most in (6 * 16**2, 6 * 16**2 - 1):
-        monkeypatch.setitem(search.LARGE, "default", (most, search.LARGE["default"][1]))
-        iobs.solve(random_problem(6, 16), iobs.Unstructured(0.5) & iobs.Grid(4, 8))
-    assert chosen == ["best", "default"]
-
-
 @pytest.mark.parametrize("solver", EVERY_SOLVER)
 def test_identity_hessian_needs_only_rounding(solver):
     centre = torch.randn(5, 8, dtype=torch.float64)
@@ -174,22 +159,6 @@ def test_a_group_wider_than_the_matrix_is_one_scale_for_each_row(solver):
     found, expected = (iobs.solve(problem, grid, solver) for grid in (wide, iobs.Grid(4, 16)))
     assert torch.equal(found.weight, expected.weight)
     require_on_grid(found, wide)
-
-
-def test_scales_of_many_groups_are_refitted_for_some_rows_at_a_time(monkeypatch):
-    problem, grid, sizes = random_problem(7, 12), iobs.Grid(4, 2), []
-    codes = (3 * problem.centre()).round().clamp(-7, 7)
-    arguments = codes, torch.full((7, 6), 0.3, dtype=torch.float64), problem, grid, torch.float64
-    expected, factorised = refit_scales(*arguments), torch.linalg.cholesky_ex
-
-    def noted(system):
-        sizes.append(system.numel())
-        return factorised(system)
-
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", noted)
-    monkeypatch.setattr("iobs.solvers.gridded.lattice._SYSTEMS", 3 * 6**2)
-    torch.testing.assert_close(refit_scales(*arguments), expected)
-    assert sizes == [108, 108, 36]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,5 @@
 """Numba kernels compared with their torch forms."""
 
-import numpy as np
 import pytest
 import torch
 from solver_problems import dependent_problem, random_problem
@@ -9,7 +8,6 @@ import iobs
 from iobs.core import linalg
 from iobs.solvers import obc, sparsegpt
 from iobs.solvers.kernels import conjugate, project, swaps
-from iobs.solvers.kernels.project_numba import kth_smallest
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -139,15 +137,3 @@ def test_improve_weights_equals_exact_and_torch_form():
     torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
     again = conjugate.improve_weights(problem.matrix, problem.linear, mask, exact, 50)
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
-@pytest.mark.parametrize("kind", ["normal", "ties", "infinite"])
-def test_quickselect_gives_the_value_of_a_partition(size, kind):
-    generator = np.random.default_rng(size)
-    values = generator.normal(size=size) if kind != "ties" else generator.integers(0, 4, size).astype(float)
-    if kind == "infinite":
-        values[generator.random(size) < 0.3] = np.inf
-    kept = values.copy()
-    assert [kth_smallest(values, k) for k in range(size)] == sorted(kept)
-    assert (values == kept).all()

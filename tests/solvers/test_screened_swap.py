@@ -56,35 +56,6 @@ def test_rows_are_optimal_among_their_candidates_and_give_their_prices(pattern):
         assert rows.prices[row, :2].tolist() == pytest.approx(prices, rel=1e-2, abs=1e-3)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_candidate_columns_rank_by_obs_saliency(pattern):
-    """Reference in unscaled variables: w_i^2 / [H^-1]_ii of members and g_j^2 [H^-1]_jj of outsiders."""
-    problem = random_problem(12, 32, condition=1e4)
-    units = torch.logspace(-3, 3, 32, dtype=torch.float64)
-    problem = iobs.Quadratic.at(problem.centre() / units, problem.matrix * units * units[:, None])
-    groups, mask = pattern.groups((12, 32)), top_mask(torch.rand(12, 32), pattern)
-    weight = best_on(problem, mask)
-    hessian, linear, scale = scaled(problem)
-    rows = screen.Rows.of(mask, weight.float() * scale)
-    chosen = candidate_columns(hessian, linear, rows, groups, 8)
-    variance = torch.linalg.inv(problem.matrix).diagonal()
-    cost = (weight.square() / variance).masked_fill(~mask, torch.inf)
-    gain = (problem.gradient(weight).square() * variance).masked_fill(mask, -torch.inf)
-    for row, columns in enumerate(chosen.tolist()):
-        if groups.size >= 32:
-            leaving = cost[row].argsort()[: min(8, int(mask[row].sum()))].tolist()
-            entering = gain[row].argsort(descending=True)[: min(8, int((~mask[row]).sum()))].tolist()
-        else:
-            promise = gain[row].reshape(-1, groups.size).amax(1) - cost[row].reshape(-1, groups.size).amin(1)
-            best = promise.argsort(descending=True)[: 16 // groups.size].tolist()
-            members = [group * groups.size + i for group in best for i in range(groups.size)]
-            leaving = [column for column in members if mask[row, column]]
-            entering = [column for column in members if not mask[row, column]]
-        found = [column for column in columns if column >= 0]
-        assert set(found) == {*leaving, *entering}
-        assert mask[row, found].tolist() == [True] * len(leaving) + [False] * len(entering)
-
-
 def test_swap_rows_leaves_a_row_if_members_are_singular():
     hessian = torch.eye(6)
     hessian[0, 1] = hessian[1, 0] = 1 + 1e-6
