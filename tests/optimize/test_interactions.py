@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -81,30 +80,6 @@ def test_logistic_model_is_the_best_of_all(rng):
     fit = hierarchical_path(Hierarchy(objective, 4, "strong"), [3], thorough=True)[0]
     best = _best("strong", 4, 3, lambda chosen: refit(objective, np.array([*chosen, 10])).value)
     assert fit.value == pytest.approx(best, rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["strong", "weak"])
-def test_supports_and_additions_are_all_that_the_hierarchy_allows(kind):
-    objective = LeastSquares(np.random.default_rng(0).standard_normal((20, 10)), np.ones(20))
-    hierarchy = Hierarchy(objective, 4, kind)
-    for k in range(6):
-        found = [tuple(sorted(each)) for each in hierarchy.supports(k)]
-        wanted = [chosen for chosen in itertools.combinations(range(10), k) if _obeys(kind, 4, chosen)]
-        assert Counter(found) == Counter(wanted)
-        assert hierarchy.count(k) == len(wanted)
-    pairs = list(itertools.combinations(range(4), 2))
-    for chosen in (frozenset(), frozenset({0}), frozenset({0, 2, 5})):
-        wanted = {frozenset({term}) for term in range(10) if term not in chosen and _obeys(kind, 4, chosen | {term})}
-        for term in range(4, 10):
-            left, right = pairs[term - 4]
-            missing = {left, right} - chosen
-            if term not in chosen and kind == "strong" and missing:
-                wanted.add(frozenset({term, *missing}))
-            elif term not in chosen and len(missing) == 2:
-                wanted |= {frozenset({term, left}), frozenset({term, right})}
-        for room in (1, 2, 3):
-            found = [frozenset(terms) for rows in hierarchy.additions(chosen, room).values() for terms in rows.tolist()]
-            assert Counter(found) == Counter(terms for terms in wanted if len(terms) <= room)
 
 
 def test_main_effects_that_are_forced_are_free_of_k():

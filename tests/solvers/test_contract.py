@@ -125,16 +125,19 @@ def test_solve_error_names_the_problem_if_hessian_is_indefinite(pattern):
         iobs.solve(iobs.Quadratic(hessian, torch.ones(2, 4)), pattern, solver, name="layer 3")
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("solver", EVERY_SOLVER)
-def test_refit_and_swap_never_raise_the_loss(solver, pattern):
-    problem, pattern = problem_for(solver), pattern_for(solver, pattern)
-    plain, refit, swap = (
-        float(iobs.solve(problem, pattern, solver, refine=refine).loss.sum()) for refine in (None, "refit", "swap")
-    )
-    slack = 1e-9 * abs(float(problem.loss(problem.centre()).sum()))
-    assert refit <= plain + slack
-    assert swap <= refit + slack
+@pytest.mark.parametrize("pattern", [*PATTERNS, *GROUPS], ids=str)
+def test_refit_and_swap_never_raise_the_loss(pattern):
+    for solver in solvers_of(pattern):
+        problem, fitting = any_problem(solver, pattern), pattern_for(solver, pattern)
+        plain, refit, swap = (
+            iobs.solve(problem, fitting, solver, refine=refine, **options_of(solver, pattern))
+            for refine in (None, "refit", "swap")
+        )
+        slack = 1e-9 * abs(float(problem.loss(problem.centre()).sum()))
+        assert torch.equal(refit.mask, plain.mask)
+        assert float(refit.loss.sum()) <= float(plain.loss.sum()) + slack
+        assert float(swap.loss.sum()) <= float(refit.loss.sum()) + slack
+        assert swap.stats["certified"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
