@@ -129,9 +129,7 @@ def _factors(hessian: Tensor, index: Tensor, real: Tensor, exact: Tensor) -> Ten
     They are computed in the dtype of `hessian`, or in that of `exact` if a support is too ill-conditioned.
     """
     for matrix in (hessian, exact):
-        systems = matrix[index[:, :, None], index[:, None, :]]
-        systems *= real[:, :, None] & real[:, None, :]
-        systems.diagonal(dim1=1, dim2=2).add_((~real).to(systems.dtype))
+        systems = linalg.padded_systems(matrix, index, real)
         try:
             return linalg.cholesky(systems.flip(1, 2)).flip(1, 2).to(hessian.dtype)
         except NotPositiveDefiniteError:
