@@ -298,7 +298,7 @@ def as_design(matrix: MatrixLike | Design) -> Design:
 def _wrap(matrix: MatrixLike | Design) -> Design:
     if type(matrix) is np.ndarray and matrix.ndim == 2 and matrix.dtype in (np.float32, np.float64):
         return DenseDesign(matrix)  # the most frequent case; the checks below take longer than a small fit's algebra
-    if isinstance(matrix, (StoredDesign, CentredDesign)):
+    if isinstance(matrix, (DenseDesign, SparseDesign, TorchDesign, CentredDesign)):
         return matrix
     if isinstance(matrix, torch.Tensor):
         if matrix.ndim != 2:

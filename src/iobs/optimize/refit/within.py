@@ -54,6 +54,12 @@ class Bounds:
         """The bounds of the coordinates in a support."""
         return Bounds(self.lower[support], self.upper[support])
 
+    def promised(self, theta: Array, gradient: Array, curvature: Array) -> Array:
+        """The decrease that a step of each coordinate alone promises within its bounds, by slope and curvature (d,)."""
+        curvature = np.maximum(curvature, 1e-300)
+        step = self.clip(theta - gradient / curvature) - theta
+        return np.asarray(np.maximum(-(gradient + 0.5 * curvature * step) * step, 0.0))
+
     def clip(self, theta: Array) -> Array:
         """Values, moved into their bounds."""
         return np.clip(theta, self.lower, self.upper)

@@ -17,7 +17,7 @@ from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
-from iobs.optimize.search import auto
+from iobs.optimize.search import auto, pursuits
 
 ALL_TRIED = "1-swap optimal: no exchange of two coordinates lowers f within the bounds"
 SOME_TRIED = "no promising exchange of two coordinates lowers f within the bounds"
@@ -55,12 +55,10 @@ class BoundedSearch:
         problem = self.problem
         costly = problem.objective.quadratic or problem.expensive_columns
         curvature = problem.scale**2 if costly else problem.objective.hessian_diagonal(fit.theta)
-        curvature = np.maximum(curvature, 1e-300)
-        step = np.clip(-fit.gradient / curvature, self.bounds.lower, self.bounds.upper)
-        gain = -(fit.gradient + 0.5 * curvature * step) * step
+        gain = self.bounds.promised(fit.theta, fit.gradient, curvature)
         gain[~problem.candidates] = -1.0
         gain[fit.support] = -1.0
-        return np.asarray(gain)
+        return gain
 
     def extended(self, fit: Fit) -> Fit:
         """Add the most promising coordinates one by one, up to k; fewer where none can lower f."""
@@ -148,7 +146,7 @@ def stages(problem: Problem, bounds: Bounds, start: Array | None = None) -> Iter
 
 def _proposals(search: BoundedSearch, problem: Problem, empty: Fit, start: Array | None) -> Iterator[tuple[str, Fit]]:
     if start is not None:
-        support = problem.top(np.abs(start) * problem.scale, min(problem.size, int(np.count_nonzero(start))))
+        support = pursuits.support_of(problem, start)
         yield "start", search.improved(search.extended(search.fitted(support, start)))
     yield "forward selection", search.improved(search.extended(empty))
     free = list(auto.stages(problem))[-1].fit

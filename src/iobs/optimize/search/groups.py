@@ -102,7 +102,9 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
 
     The step is Newton's; within bounds it is that of each coordinate alone, and a group without any is left out.
     """
-    promised = None if bounds is None else _promised(groups.objective, fit, bounds)
+    promised = None
+    if bounds is not None:
+        promised = bounds.promised(fit.theta, fit.gradient, groups.objective.hessian_diagonal(fit.theta))
     dead = set(groups.objective.constant_coordinates().tolist())
     gains: list[tuple[float, int]] = []
     for number, members in enumerate(groups.members):
@@ -116,13 +118,6 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
         block = groups.objective.hessian_block(fit.theta, members)
         gains.append((float(slope @ newton_direction(block, slope)), number))
     return [number for _, number in sorted(gains)]
-
-
-def _promised(objective: Objective, fit: Fit, bounds: Bounds) -> Array:
-    """The decrease of f that a step of each coordinate alone promises within its bounds (d,)."""
-    curvature = np.maximum(objective.hessian_diagonal(fit.theta), 1e-300)
-    step = np.clip(fit.theta - fit.gradient / curvature, bounds.lower, bounds.upper) - fit.theta
-    return np.asarray(np.maximum(-(fit.gradient + 0.5 * curvature * step) * step, 0.0))
 
 
 def _leaving(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:

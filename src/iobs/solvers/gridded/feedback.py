@@ -218,8 +218,8 @@ def round_along_paths(lattice: Lattice, paths: int) -> Tensor:
         return round_torch(lattice, paths)
     from iobs.solvers.kernels import descend_numba as kernel
 
-    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts
-    arrays = kernel.LatticeArrays(*(tensor.numpy() for tensor in tensors), levels=lattice.levels)
+    centre, lower, scales = lattice.centre.numpy(), lattice.lower.numpy(), lattice.scales.numpy()
+    arrays = kernel.LatticeArrays(centre, lower, scales, lattice.counts.numpy(), lattice.levels)
     result = torch.zeros_like(lattice.centre)
     over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
     return result

@@ -50,8 +50,8 @@ class GridRows:
         """The attributes with tensors as numpy arrays that share their memory."""
         from iobs.solvers.kernels.descend_numba import GridArrays
 
-        tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
-        return GridArrays(*(tensor.numpy() for tensor in tensors), group=self.group, levels=self.levels)
+        weight, gradient, mask = self.weight.numpy(), self.gradient.numpy(), self.mask.numpy()
+        return GridArrays(weight, gradient, mask, self.scales.numpy(), self.hessian.numpy(), self.group, self.levels)
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""
