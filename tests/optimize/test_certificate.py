@@ -23,6 +23,13 @@ from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
 
 
+def _ranked(objective, k):
+    """All fits of k free coordinates and the forced ones by value, the best first."""
+    free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
+    supports = (np.union1d(chosen, objective.forced) for chosen in itertools.combinations(free, k))
+    return sorted((refit(objective, support.astype(np.int64)) for support in supports), key=lambda fit: fit.value)
+
+
 def _small(seed):
     rng = np.random.default_rng(seed)
     d = int(rng.integers(3, 9))
@@ -41,11 +48,9 @@ _BATCHES = [pytest.param(range(start, start + 500), marks=pytest.mark.slow) for 
 def test_certify_agrees_with_enumeration(seeds):
     for seed in seeds:
         objective, k = _small(seed)
-        free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
-        supports = (np.union1d(chosen, objective.forced) for chosen in itertools.combinations(free, k))
-        best = min(refit(objective, support.astype(np.int64)).value for support in supports)
-        bad_start = refit(objective, np.union1d(free[:k], objective.forced).astype(np.int64))
-        for fit in (None, bad_start):
+        ranked = _ranked(objective, k)
+        best = ranked[0].value
+        for fit in (None, ranked[-1]):
             found = certify(objective, k, fit=fit, seconds=600)
             assert found.closed, seed
             assert found.lower - found.margin <= best <= found.upper + found.margin, seed
@@ -87,11 +92,6 @@ def _any_shape(seed):
     return LeastSquares(X, y, ridge=float(rng.choice([0.0, 0.0, 0.1]))), k
 
 
-def _enumerated(objective, k):
-    supports = itertools.combinations(range(objective.dimension), k)
-    return min(refit(objective, np.array(support, np.int64)).value for support in supports)
-
-
 _TANGENT_BATCHES = [pytest.param(range(start, start + 50), marks=pytest.mark.slow) for start in range(0, 300, 50)]
 
 
@@ -100,7 +100,7 @@ def test_tangents_bound_every_support_from_below(seeds):
     shown = []
     for seed in seeds:
         objective, k = _any_shape(seed)
-        best = _enumerated(objective, k)
+        best = _ranked(objective, k)[0].value
         for upper in (best, 3 * best):  # a ceiling above the optimum would reveal an unsound bound
             lower, margin = _bound(objective, k, upper)
             assert lower - margin <= best, seed
@@ -142,7 +142,7 @@ def test_certify_is_sound_if_hessian_is_nearly_singular(rng):
     matrix = (vectors * [5e-14, 1, 1, 1, 1, 2]) @ vectors.T
     linear = vectors @ [1e-6, 0.9, 0.5, 0.3, 0, 0]
     objective = QuadraticObjective(0.5 * (matrix + matrix.T), linear)
-    best = min(refit(objective, np.array(chosen)).value for chosen in itertools.combinations(range(6), 5))
+    best = _ranked(objective, 5)[0].value
     found = certify(objective, 5, seconds=2)
     assert found.lower - found.margin <= best
     assert "global" not in found.message
@@ -177,20 +177,14 @@ def test_certify_ignores_forced_columns_without_curvature(seed):
     X[:, 4] = 0
     ones = np.column_stack([X, np.ones(40)])
     for objective in (LeastSquares(X, y, forced=[4]), LeastSquares(ones, y, forced=[10], intercept=True)):
+        best = _ranked(objective, 3)[0].value
         free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
-        best = min(refit(objective, np.array(chosen)).value for chosen in itertools.combinations(free, 3))
         for fit in (None, refit(objective, free[:3])):
             found = certify(objective, 3, fit=fit)
             assert found.closed
             assert np.setdiff1d(found.fit.support, objective.forced).size <= 3
             assert found.upper == pytest.approx(best, rel=1e-4)
             assert found.lower - found.margin <= best
-
-
-def _ranked(objective, k):
-    """All fits of k coordinates by value, the best first."""
-    fits = [refit(objective, np.array(chosen)) for chosen in itertools.combinations(range(objective.dimension), k)]
-    return sorted(fits, key=lambda fit: fit.value)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 0.05])

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from iobs.errors import ProblemError
 from iobs.optimize.minimize import minimize
@@ -19,6 +20,7 @@ from iobs.optimize.objectives import (
     Poisson,
     Tweedie,
 )
+from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.tabled import Multinomial
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.path import information, standard_errors
@@ -114,6 +116,7 @@ _OBJECTIVES = {
     **{name: lambda data, name=name: _family(name, *data) for name in _FAMILIES},
     "classes": lambda data: Multinomial(data[0], np.arange(_N) % 3, 3, ridge=0.2, sample_weight=data[3]),
     "responses": lambda data: MultiResponse(data[0], data[0][:, :2] + 1, ridge=0.2, sample_weight=data[3]),
+    "torch": lambda data: _differentiated(*data),
     "cox, efron": lambda data: _times(data, "efron"),
     "cox, breslow": lambda data: _times(data, "breslow"),
 }
@@ -122,6 +125,21 @@ _OBJECTIVES = {
 def _family(name, X, y, offset, weights):
     kind, options = _FAMILIES[name]
     return kind(X, y, offset=offset, sample_weight=weights, ridge=0.1, intercept=True, **options)
+
+
+def _differentiated(X, y, offset, weights):
+    """The Poisson model as a torch function, which has the value of the family up to a constant."""
+    design, target, known, mass = (torch.from_numpy(each) for each in (X, y, offset, weights))
+
+    def function(theta):
+        margin = design @ theta + known
+        return (mass * (margin.exp() - target * margin)).sum() + 0.05 * (theta**2).sum()
+
+    objective, family = from_torch(function, _D), Poisson(X, y, offset=offset, sample_weight=weights, ridge=0.1)
+    theta = np.full(_D, 0.1)
+    change = [each.value(theta) - each.value(0 * theta) for each in (objective, family)]
+    assert change[0] == pytest.approx(change[1])
+    return objective
 
 
 def _times(data, ties):
@@ -252,7 +270,8 @@ def _check_derivatives(objective, rng):
     vector = rng.standard_normal(d)
     assert np.allclose(objective.hessian_product(theta, vector), hessian @ vector)
     assert np.allclose(objective.hessian_diagonal(theta), hessian.diagonal())
-    support = np.arange(objective.outputs, 2 * objective.outputs) if objective.outputs > 1 else np.array([1, 3])
+    outputs = getattr(objective, "outputs", 1)
+    support = np.arange(outputs, 2 * outputs) if outputs > 1 else np.array([1, 3])
     rows = np.array([0, 3, 4])
     assert np.allclose(objective.hessian_columns(theta, support), hessian[:, support])
     assert np.allclose(objective.hessian_columns(theta, support, rows), hessian[np.ix_(rows, support)])

@@ -62,28 +62,6 @@ def test_objectives_do_not_depend_on_the_storage(kind, options, storage):
     np.testing.assert_allclose(part.value_and_gradient(theta[support])[1], slopes, **close)
 
 
-@pytest.mark.parametrize("kind", ["logistic", "poisson", "squares"])
-def test_objectives_equal_automatic_differentiation_of_their_formula(kind):
-    X, y, weights, theta = _data()
-    make = {"logistic": Logistic, "poisson": Poisson, "squares": LeastSquares}[kind]
-    model = make(X, y, ridge=0.4, sample_weight=weights)
-    design, target, mass = (torch.from_numpy(each) for each in (X, y, weights))
-    losses = {
-        "logistic": lambda margin: torch.nn.functional.softplus(margin) - target * margin,
-        "poisson": lambda margin: margin.exp() - target * margin,
-        "squares": lambda margin: 0.5 * (target - margin) ** 2,
-    }[kind]
-    formula = from_torch(lambda t: (mass * losses(design @ t)).sum() + 0.2 * (t**2).sum(), D)
-    everything, support = np.arange(D), np.array([4, 1, 5])
-    np.testing.assert_allclose(model.value_and_gradient(theta)[1], formula.value_and_gradient(theta)[1], atol=1e-10)
-    hessian = formula.hessian_block(theta, everything)
-    np.testing.assert_allclose(model.hessian_block(theta, everything), hessian, atol=1e-10)
-    np.testing.assert_allclose(formula.hessian_diagonal(theta), hessian.diagonal(), rtol=1e-10)
-    np.testing.assert_allclose(formula.hessian_columns(theta, support), hessian[:, support], rtol=1e-10, atol=1e-12)
-    change = [each.value(theta) - each.value(0.5 * theta) for each in (model, formula)]  # losses differ by a constant
-    assert change[0] == pytest.approx(change[1], rel=1e-10)
-
-
 @pytest.mark.parametrize("storage", [np.asarray, np.asfortranarray, sp.csr_array, torch.from_numpy])
 def test_column_means_are_exact_for_many_float32_rows(storage):
     rng = np.random.default_rng(0)
@@ -94,13 +72,6 @@ def test_column_means_are_exact_for_many_float32_rows(storage):
         np.testing.assert_allclose(model.mean, exact, rtol=1e-9)
     logistic = Logistic(storage(X), X[:, 1] > 0, intercept=True)
     np.testing.assert_allclose(logistic.mean, exact, rtol=1e-9)
-
-
-def test_torch_objective_restricts_with_its_derivatives():
-    function = from_torch(lambda t: (t**4).sum() + t[0] * t[1], 4)
-    part = function.restricted(np.array([1, 2]))
-    assert part.value(np.array([1.0, 2.0])) == 17
-    np.testing.assert_allclose(part.hessian_block(np.array([1.0, 2.0]), np.arange(2)), np.diag([12.0, 48.0]))
 
 
 def test_torch_objective_of_a_linear_function_has_no_curvature():
