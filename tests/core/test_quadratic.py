@@ -3,7 +3,7 @@ import torch
 
 import iobs
 from iobs.core import quadratic
-from iobs.core.quadratic import DenseHessian, Quadratic, Solution
+from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NonFiniteError, ProblemError
 
 
@@ -86,15 +86,6 @@ def test_centre_is_accurate_if_one_input_is_large():
     gram = inputs.T @ inputs
     found = Quadratic(gram, weight @ gram).centre()
     torch.testing.assert_close(found[:, 3:], weight[:, 3:], rtol=0, atol=2e-2)
-
-
-def test_quadratic_of_operator_equals_quadratic_of_matrix(hessian, centre):
-    dense, operator = Quadratic.at(centre, hessian), Quadratic.at(centre, DenseHessian(hessian))
-    point = torch.randn_like(centre)
-    torch.testing.assert_close(operator.matrix, hessian)
-    torch.testing.assert_close(operator.linear, dense.linear)
-    torch.testing.assert_close(operator.gradient(point), dense.gradient(point))
-    torch.testing.assert_close(operator.damped(0.5).matrix, dense.damped(0.5).matrix)
 
 
 def test_rows_shares_the_hessian_and_to_changes_the_dtype(hessian, centre):

@@ -14,7 +14,8 @@ from iobs import SparseClassifier, SparseCox, SparseMultiTaskRegressor, SparseRe
 from iobs.errors import ProblemError
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
-from iobs.optimize.refit.within import Bounds, refit_within
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.within import Bounds
 
 BOXES = [(0.0, np.inf), (-0.4, 0.4), (-np.inf, 0.0), (0.0, 0.7)]
 
@@ -42,7 +43,7 @@ def test_refit_equals_lsq_linear_on_every_support(low, high, size):
     design, y, _ = _data(1)
     bounds = Bounds(np.full(7, low), np.full(7, high))
     for support in _supports(7, size):
-        fit = refit_within(LeastSquares(design, y), support, bounds)
+        fit = refit(LeastSquares(design, y), support, bounds=bounds)
         value, theta = _by_lsq_linear(design, y, support, low, high)
         assert fit.value == pytest.approx(value, rel=1e-10)
         assert fit.theta[support] == pytest.approx(theta, abs=1e-7)
@@ -56,7 +57,7 @@ def test_refit_equals_l_bfgs_b_on_every_support(low, high, family):
     objective = family(design, target, ridge=0.1)
     bounds = Bounds(np.full(6, low), np.full(6, high))
     for support in _supports(6, 3):
-        fit = refit_within(objective, support, bounds)
+        fit = refit(objective, support, bounds=bounds)
         part = objective.restricted(support)
         found = scipy_minimize(
             part.value_and_gradient, np.zeros(3), jac=True, method="L-BFGS-B", bounds=[(low, high)] * 3,
@@ -86,7 +87,7 @@ def test_minimize_finds_the_best_logistic_model_within_bounds():
     design, y, _ = _data(5, d=8)
     objective = Logistic(design, (y > 0).astype(float), intercept=True, ridge=0.05)
     bounds = Bounds.of(0.0, None, 8).extended(9)
-    best = min(refit_within(objective, np.append(support, 8), bounds).value for support in _supports(8, 3))
+    best = min(refit(objective, np.append(support, 8), bounds=bounds).value for support in _supports(8, 3))
     result = minimize(objective, 3, lower=0)
     assert result.loss == pytest.approx(best, rel=1e-9)
     assert result.theta.min() >= 0

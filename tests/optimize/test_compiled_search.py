@@ -1,4 +1,4 @@
-"""The compiled search on Gram matrices against brute force, the general search, and its own plain form."""
+"""Search and swaps against brute force: compiled on Gram matrices, and in general."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import refit
-from iobs.optimize.search import auto, gram_search, kernels
+from iobs.optimize.search import auto, gram_search
 from iobs.optimize.search import path as paths
+from iobs.optimize.search.swaps import Swapper
 
 
 def _objective(seed, n=80, d=12, k=4, rho=0.5, **settings):
@@ -123,27 +124,26 @@ def test_model_without_a_minimiser_is_no_agreement():
     assert "kick" in names
 
 
-def test_minimiser_is_exact_where_single_precision_fails(rng):
-    half = rng.standard_normal((600, 300)) * 10.0 ** rng.integers(-30, 30, 300)
-    hessian, theta = half.T @ half, rng.standard_normal(300) / np.sqrt((half**2).sum(axis=0))
-    found = gram_search._minimiser(hessian, hessian @ theta)
-    np.testing.assert_allclose(found, theta, rtol=1e-6)
-    assert gram_search._minimiser(np.zeros((300, 300)), np.ones(300)).size == 0
+def test_swapper_finds_pairs_outside_the_block(rng, monkeypatch):
+    X = correlated_design(rng, 120, 150, 0.7)
+    objective = Logistic(X, (X[:, 40] - X[:, 90] > 0).astype(float), ridge=0.1)
+    monkeypatch.setattr(Swapper, "members", lambda self, fit: fit.support)  # a block without candidates
+    start = refit(objective, np.arange(2))
+    assert Swapper(Problem(objective, 2)).improve(start).value < 0.9 * start.value
 
 
-def test_compiled_kernels_equal_their_plain_form(monkeypatch):
-    gram = by_gram(_objective(2, n=60, d=10))
-    problem = gram_search.gram_problem(Problem(gram, 3), gram)
-    draws = np.random.default_rng(0).random((6, 2, 3))
-    fast = gram_search.search(problem, 3, 6, np.abs(gram.linear), draws, 6)
-    fast_path = gram_search.path(problem, 6)
-    for module in (kernels, gram_search):
-        for name, function in list(vars(module).items()):
-            if hasattr(function, "py_func"):
-                monkeypatch.setattr(module, name, function.py_func)
-    plain = gram_search.search(problem, 3, 6, np.abs(gram.linear), draws, 6)
-    plain_path = gram_search.path(problem, 6)
-    assert fast[1].tolist() == plain[1].tolist()
-    assert fast[2] == pytest.approx(plain[2], rel=1e-12)
-    assert fast_path[1].tolist() == plain_path[1].tolist()
-    assert fast_path[2] == pytest.approx(plain_path[2], rel=1e-9)
+def test_swapper_in_blocks_ends_at_a_one_swap_optimum(rng, monkeypatch):
+    """A swapper that forms only a block and then scans in chunks ends where one with the whole Hessian ends."""
+    X = correlated_design(rng, 120, 150, 0.7)
+    objective = LeastSquares(X, X @ sparse_signal(rng, 150, 6) + rng.standard_normal(120))
+    problem = Problem(objective, 6)
+    start = refit(objective, np.arange(6))
+    whole = Swapper(problem).improve(start)
+    monkeypatch.setattr("iobs.optimize.search.swaps.GRAM_LIMIT", 1)
+    monkeypatch.setattr("iobs.optimize.search.swaps._CHUNK", 64)
+    pieces = Swapper(problem).improve(start)
+    assert not Swapper(problem).best_pairs(pieces)
+    for fit in (whole, pieces):
+        for i, j in itertools.product(range(6), np.setdiff1d(np.arange(150), fit.support)):
+            trial = refit(objective, np.sort(np.append(np.delete(fit.support, i), j)))
+            assert trial.value >= fit.value * (1 - 1e-8)

@@ -8,34 +8,14 @@ import json
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from regression_commands import refused, run, write_table
 
 from iobs import SparseCox
-from iobs.cli.predict import predict
-from iobs.cli.solve import solve
 from iobs.data.fitted import Fitted
 from iobs.errors import DataError, ModelError
 from iobs.optimize.estimators.survival import baseline, concordance
 
-app = typer.Typer()
-app.command("solve")(solve)
-app.command("predict")(predict)
 NAMES = ["age", "dose", "luck", "height"]
-
-
-def _run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def _refused(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == 2
-    return result.output
 
 
 @pytest.fixture
@@ -47,18 +27,14 @@ def patients(rng, tmp_path):
     event, censored = rng.exponential(1 / rate), rng.exponential(2.0, 300)
     time, status = np.minimum(event, censored), (event <= censored).astype(int)
     file = tmp_path / "patients.csv"
-    with file.open("w", newline="", encoding="utf8") as out:
-        writer = csv.writer(out)
-        writer.writerow([*NAMES, "ward", "time", "status"])
-        for i in range(300):
-            writer.writerow([*X[i].tolist(), ward[i], time[i], status[i]])
+    write_table(file, [*NAMES, "ward", "time", "status"], X, ward, time, status)
     return file, np.column_stack([X, ward == "B"]), time, status
 
 
 def test_cox_model_is_that_of_the_estimator(patients, tmp_path):
     file, X, time, status = patients
     output = tmp_path / "model.json"
-    _run("solve", file, "--family", "cox", "--target", "time", "--event", "status", "-k", 3, "-o", output)
+    run("solve", file, "--family", "cox", "--target", "time", "--event", "status", "-k", 3, "-o", output)
     report = json.loads(output.read_text())
     model = SparseCox(3).fit(X, np.column_stack([time, status]))
     names = np.array([*NAMES, "ward=B"])
@@ -75,8 +51,8 @@ def test_cox_model_is_that_of_the_estimator(patients, tmp_path):
 def test_predictions_are_hazards_and_median_times(patients, tmp_path):
     file, X, time, status = patients
     output = tmp_path / "model.json"
-    _run("solve", file, "--target", "time", "--status", "status", "-k", 3, "-o", output)
-    rows = list(csv.DictReader(io.StringIO(_run("predict", output, file))))
+    run("solve", file, "--target", "time", "--status", "status", "-k", 3, "-o", output)
+    rows = list(csv.DictReader(io.StringIO(run("predict", output, file))))
     model = SparseCox(3).fit(X, np.column_stack([time, status]))
     hazard = np.array([float(row["log hazard ratio"]) for row in rows])
     assert hazard == pytest.approx(model.predict(X) - model.predict(X).mean(), abs=1e-6)
@@ -90,30 +66,9 @@ def test_predictions_are_hazards_and_median_times(patients, tmp_path):
             assert model.predict_survival(X[i : i + 1], [time.max()])[0, 0] > 0.5
 
 
-def test_rows_of_weight_zero_count_as_left_out(patients, tmp_path):
-    file, *_ = patients
-    header, *lines = file.read_text().splitlines()
-    weights = [int(line.startswith("6")) for line in lines]  # the older ones
-    weighted, older = tmp_path / "weighted.csv", tmp_path / "older.csv"
-    rows = [f"{line},{weight}" for line, weight in zip(lines, weights, strict=True)]
-    weighted.write_text("\n".join([f"{header},w", *rows]))
-    older.write_text("\n".join([header, *(line for line, weight in zip(lines, weights, strict=True) if weight)]))
-    options = ["--target", "time", "--status", "status", "-k", 3, "--json"]
-    one = json.loads(_run("solve", weighted, *options, "--weight", "w", "-o", tmp_path / "one.json"))
-    other = json.loads(_run("solve", older, *options, "-o", tmp_path / "other.json"))
-    assert one["concordance"] == pytest.approx(other["concordance"])
-    for row, same in zip(one["features"], other["features"], strict=True):
-        assert row["per_standard_deviation"] == pytest.approx(same["per_standard_deviation"], rel=1e-6)
-    hazards = [
-        json.loads(_run("predict", tmp_path / name, file, "--json"))["predictions"]["log hazard ratio"]
-        for name in ("one.json", "other.json")
-    ]
-    assert hazards[0] == pytest.approx(hazards[1], abs=1e-6)
-
-
 def test_table_shows_hazard_ratios_events_and_no_constant(patients):
     file, _, _, status = patients
-    shown = _run("solve", file, "--loss", "cox", "--target", "time", "--status", "status", "-k", "bic")
+    shown = run("solve", file, "--loss", "cox", "--target", "time", "--status", "status", "-k", "bic")
     assert "hazard ratio" in shown
     assert f"{status.sum()} events" in shown
     assert "concordance 0." in shown
@@ -123,18 +78,18 @@ def test_table_shows_hazard_ratios_events_and_no_constant(patients):
 def test_cox_and_its_columns_need_each_other(patients):
     file = patients[0]
     with pytest.raises(DataError, match="need each other"):
-        _run("solve", file, "--loss", "cox", "--target", "time", "-k", 2)
+        run("solve", file, "--loss", "cox", "--target", "time", "-k", 2)
     with pytest.raises(DataError, match="need each other"):
-        _run("solve", file, "--loss", "squared", "--target", "time", "--status", "status", "-k", 2)
+        run("solve", file, "--loss", "squared", "--target", "time", "--status", "status", "-k", 2)
     with pytest.raises(DataError, match="must be 0 or 1"):
-        _run("solve", file, "--target", "time", "--status", "luck", "-k", 2)
+        run("solve", file, "--target", "time", "--status", "luck", "-k", 2)
     with pytest.raises(DataError, match="must be times"):
-        _run("solve", file, "--target", "luck", "--status", "status", "-k", 2)
+        run("solve", file, "--target", "luck", "--status", "status", "-k", 2)
 
 
 def test_damaged_baseline_is_refused(patients, tmp_path):
     output = tmp_path / "model.json"
-    _run("solve", patients[0], "--target", "time", "--status", "status", "-k", 1, "-o", output)
+    run("solve", patients[0], "--target", "time", "--status", "status", "-k", 1, "-o", output)
     plain = json.loads(output.read_text())["model"]
     del plain["event_times"]
     with pytest.raises(ModelError, match="damaged"):
@@ -161,19 +116,18 @@ def _line(tmp_path, rng):
     X = rng.standard_normal((120, 3))
     y = 2 * X[:, 0] - 1.5 * X[:, 1] + 0.1 * X[:, 2] + 0.1 * rng.standard_normal(120)
     file = tmp_path / "line.csv"
-    np.savetxt(file, np.column_stack([X, y]), delimiter=",", header="a,b,c,y", comments="")
-    return file
+    return write_table(file, ["a", "b", "c", "y"], X, y)
 
 
 def test_coefficients_stay_within_the_bounds(tmp_path, rng):
     file = _line(tmp_path, rng)
-    model = json.loads(_run("solve", file, "-k", 2, "--non-negative", "--upper", "a=1.25", "--json"))
+    model = json.loads(run("solve", file, "-k", 2, "--non-negative", "--upper", "a=1.25", "--json"))
     found = {row["name"]: row for row in model["features"]}
     assert found["a"]["coefficient"] == 1.25
     assert found["a"]["standard_error"] is None
     assert set(found) == {"a", "c"}
     assert found["c"]["coefficient"] > 0
-    shown = _run("solve", file, "-k", 2, "--lower", "0", "--upper", "a=1.25")
+    shown = run("solve", file, "-k", 2, "--lower", "0", "--upper", "a=1.25")
     assert "at a bound, so without a standard error: a" in shown
 
 
@@ -182,9 +136,8 @@ def test_whole_categories_hold_their_bounds(tmp_path, rng):
     size = rng.standard_normal(200)
     y = size - 2.0 * (town == "B") + 1.5 * (town == "C") + 0.1 * rng.standard_normal(200)
     file = tmp_path / "towns.csv"
-    lines = [f"{y[i]},{size[i]},{town[i]}" for i in range(200)]
-    file.write_text("\n".join(["y,size,town", *lines]) + "\n")
-    model = json.loads(_run("solve", file, "-k", 2, "--whole-categories", "--lower", "-1", "--json"))
+    write_table(file, ["y", "size", "town"], y, size, town)
+    model = json.loads(run("solve", file, "-k", 2, "--whole-categories", "--lower", "-1", "--json"))
     found = {row["name"]: row["coefficient"] for row in model["features"]}
     assert found["town=B"] == -1
     assert found["town=C"] > 0
@@ -197,27 +150,26 @@ def test_cox_with_interactions_finds_the_product_and_predicts(tmp_path, rng):
     event, censored = rng.exponential(np.exp(-margin)), rng.exponential(3.0, 400)
     file, output = tmp_path / "times.csv", tmp_path / "model.json"
     rows = np.column_stack([X, np.minimum(event, censored), event <= censored])
-    with file.open("w", newline="", encoding="utf8") as out:
-        csv.writer(out).writerows([["a", "b", "c", "time", "status"], *rows.tolist()])
+    write_table(file, ["a", "b", "c", "time", "status"], rows)
     settings = ["--family", "cox", "--target", "time", "--status", "status", "--interactions", "strong"]
-    _run("solve", file, *settings, "-k", 3, "-o", output)
+    run("solve", file, *settings, "-k", 3, "-o", output)
     model = json.loads(output.read_text())
     found = {row["name"]: row["coefficient"] for row in model["features"]}
     assert set(found) == {"a", "b", "a:b"}
     design = np.column_stack([X[:, 0], X[:, 1], X[:, 0] * X[:, 1]])
     exact = SparseCox(3).fit(design, rows[:, 3:]).coef_
     assert [found["a"], found["b"], found["a:b"]] == pytest.approx(exact, abs=1e-6)
-    predicted = list(csv.DictReader(io.StringIO(_run("predict", output, file))))
+    predicted = list(csv.DictReader(io.StringIO(run("predict", output, file))))
     ratios = np.array([float(next(iter(row.values()))) for row in predicted])
     expected = design @ exact
     np.testing.assert_allclose(ratios, expected - expected.mean(), atol=1e-5)
-    _run("solve", file, *settings, "-k", "bic", "-o", output)
+    run("solve", file, *settings, "-k", "bic", "-o", output)
     assert {"a", "b", "a:b"} <= {row["name"] for row in json.loads(output.read_text())["features"]}
 
 
 @pytest.mark.parametrize("choice", ["cv", "ebic"])
 def test_chosen_k_respects_the_bounds(tmp_path, rng, choice):
-    model = json.loads(_run("solve", _line(tmp_path, rng), "-k", choice, "--lower", "b=-1", "--json"))
+    model = json.loads(run("solve", _line(tmp_path, rng), "-k", choice, "--lower", "b=-1", "--json"))
     found = {row["name"]: row["coefficient"] for row in model["features"]}
     assert found["b"] == -1
     assert found["a"] == pytest.approx(2, abs=0.3)
@@ -232,7 +184,5 @@ def test_wrong_bounds_are_refused(tmp_path, rng):
         (["--lower", "a=low"], "needs a number"),
     ]:
         with pytest.raises(DataError, match=said):
-            _run("solve", file, "-k", 2, *options)
-    assert "proves nothing within bounds" in " ".join(
-        _refused("solve", file, "--non-negative", "--near", "0.1").split()
-    )
+            run("solve", file, "-k", 2, *options)
+    assert "proves nothing within bounds" in refused("solve", file, "--non-negative", "--near", "0.1")

@@ -85,24 +85,6 @@ def test_classifier_of_text_labels_has_names_and_errors_for_every_class():
     assert all(0 < row.error < 50 for row in rows if row.name != "(intercept)")
 
 
-def test_errors_of_two_classes_agree_between_logistic_and_multinomial(rng):
-    """Two classes as a multinomial: each coefficient about its mean is half the logistic one, and so is its error."""
-    from iobs.optimize.objectives.families import Logistic
-    from iobs.optimize.objectives.tabled import Multinomial
-    from iobs.optimize.refit.newton import Fit, minimise_on_all
-    from iobs.optimize.search.path import standard_errors
-
-    X = rng.standard_normal((300, 2))
-    y = (X[:, 0] + rng.logistic(size=300) > 0).astype(float)
-    errors = []
-    for objective in (Logistic(X, y, intercept=True), Multinomial(X, y, 2, ridge=1e-9)):
-        theta = minimise_on_all(objective, np.zeros(objective.dimension))
-        value, gradient = objective.value_and_gradient(theta)
-        fit = Fit(np.arange(objective.dimension), theta, value, gradient)
-        errors.append(standard_errors(objective, fit, 300, True).errors)
-    np.testing.assert_allclose(errors[1].reshape(-1, 2)[:2], np.repeat(errors[0][:2, None] / 2, 2, axis=1), rtol=1e-5)
-
-
 @pytest.mark.parametrize("k", ["cv", "ebic"])
 @pytest.mark.parametrize("classes", [0, 3])
 def test_plot_path_marks_the_chosen_k_on_an_axis_of_integers(k, classes):

@@ -11,15 +11,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.utils.estimator_checks import check_estimator
 from sparse_problems import correlated_design, sparse_signal
 
-import iobs
 from iobs.errors import ProblemError
 from iobs.optimize.estimators import SparseClassifier, SparseMultiTaskRegressor, SparseRegressor
 from iobs.optimize.minimize import minimize
-from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Multinomial
-from iobs.optimize.refit.newton import minimise_on_all, refit
+from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.path import information, standard_errors
 
 
@@ -52,11 +50,6 @@ def test_estimators_pass_scikit_learns_checks(estimator):
     check_estimator(estimator, expected_failed_checks=expected)
 
 
-def test_estimators_are_public_and_lazy():
-    assert iobs.SparseRegressor is SparseRegressor
-    assert iobs.SparseClassifier is SparseClassifier
-
-
 @pytest.mark.parametrize("k", ["cv", "bic", "ebic", 4])
 @pytest.mark.parametrize("convert", [np.asarray, sp.csr_array, sp.csc_array])
 def test_regressor_recovers_the_support(k, convert, rng):
@@ -78,15 +71,6 @@ def test_regressor_path_losses_fall_with_k():
     assert [entry["k"] for entry in model.path_] == list(range(11))
     assert set(model.support_) == {1, 2, 3, 6, 8} or model.k_ == 5
     assert model.coef_[0] == 0
-
-
-def test_regressor_recovers_the_support_for_poisson_loss(rng):
-    X = 0.5 * correlated_design(rng, 300, 20, 0.3)
-    truth = sparse_signal(rng, 20, 3)
-    y = rng.poisson(np.exp(X @ truth + 0.5))
-    model = SparseRegressor(k=3, loss="poisson").fit(X, y)
-    np.testing.assert_array_equal(model.support_, np.flatnonzero(truth))
-    assert (model.predict(X) > 0).all()
 
 
 def test_classifier_equals_scikit_learn_for_two_classes(rng):
@@ -111,29 +95,6 @@ def test_classifier_equals_scikit_learn_for_more_classes():
     assert (two.coef_ != 0).any(axis=0).sum() == 2
     assert two.score(X, y) > 0.93
     np.testing.assert_allclose(two.predict_proba(X).sum(axis=1), 1.0)
-
-
-def test_multinomial_derivatives_equal_autodiff(rng):
-    X, y, weights = rng.standard_normal((15, 3)), rng.integers(0, 3, 15), rng.random(15) + 0.5
-    model = Multinomial(X, y, 3, ridge=0.2, sample_weight=weights)
-    centred = X - weights @ X / weights.sum()
-    design, labels = torch.from_numpy(np.column_stack([centred, np.ones(15)])), torch.from_numpy(y)
-
-    def function(theta):
-        losses = torch.nn.functional.cross_entropy(design @ theta.reshape(4, 3), labels, reduction="none")
-        return (torch.from_numpy(weights) * losses).sum() + 0.5 * (torch.from_numpy(model.ridge) * theta**2).sum()
-
-    reference, theta = from_torch(function, 12), rng.standard_normal(12)
-    everything = np.arange(12)
-    np.testing.assert_allclose(model.value(theta), reference.value(theta))
-    np.testing.assert_allclose(model.value_and_gradient(theta)[1], reference.value_and_gradient(theta)[1], atol=1e-10)
-    hessian = reference.hessian_block(theta, everything)
-    np.testing.assert_allclose(model.hessian_block(theta, everything), hessian, atol=1e-10)
-    np.testing.assert_allclose(model.hessian_diagonal(theta), hessian.diagonal())
-    np.testing.assert_allclose(model.hessian_product(theta, theta), hessian @ theta, atol=1e-10)
-    coefficients, constants = model.table(theta)
-    difference = X @ coefficients.T + constants - model.margins(theta)
-    np.testing.assert_allclose(difference - difference[:, :1], 0, atol=1e-12)
 
 
 def test_estimators_keep_groups_together_and_forced_features(rng):
@@ -184,23 +145,6 @@ def test_estimators_raise_if_arguments_are_invalid(make, message, rng):
 def logistic_data(rng, n=400):
     X = rng.standard_normal((n, 6))
     return X, (rng.random(n) < 1 / (1 + np.exp(-2 * X[:, 0] + 1.5 * X[:, 1]))).astype(int)
-
-
-def test_standard_errors_equal_those_of_the_information_matrix(rng):
-    X, y = logistic_data(rng)
-    columns = np.column_stack([X[:, :2] - X[:, :2].mean(axis=0), np.ones(400)])
-    logistic = Logistic(X, y, intercept=True)
-    fit = refit(logistic, np.array([0, 1, 6]))
-    share = 1 / (1 + np.exp(-columns @ fit.theta[[0, 1, 6]]))
-    expected = np.sqrt(np.diag(np.linalg.inv(columns.T * (share * (1 - share)) @ columns)))
-    np.testing.assert_allclose(standard_errors(logistic, fit, 400, True).errors, expected, rtol=1e-6)
-    target = X[:, 0] - X[:, 1] + 0.3 * rng.standard_normal(400)
-    squares = LeastSquares(X, target, intercept=True)
-    found = standard_errors(squares, refit(squares, np.array([0, 1])), 400, True)
-    residual = np.linalg.lstsq(columns, target, rcond=None)[1]
-    noise = np.sqrt(residual[0] / (400 - 3))
-    assert found.noise == pytest.approx(noise)
-    np.testing.assert_allclose(found.errors, noise * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[:2])
 
 
 def test_information_criteria_differ_by_their_penalties(rng):
@@ -290,16 +234,6 @@ def test_estimators_take_forced_features_as_indices_or_mask(rng):
     for settings in ({"ridge": -1.0}, {"ridge": np.nan}, {"max_k": -1}, {"max_k": 2.5}):
         with pytest.raises(ProblemError):
             SparseClassifier(**settings).fit(X, three)
-
-
-def test_minimise_on_all_stops_at_rounding_for_multinomial(rng):
-    X = rng.standard_normal((100, 5))
-    model = Multinomial(X, np.digitize(X[:, 0] + rng.standard_normal(100), [-1, 1]), 3, ridge=1e-3)
-    looked = []
-    model.value_and_gradient, look = lambda theta: (looked.append(1), look(theta))[1], model.value_and_gradient
-    fit = minimise_on_all(model, np.zeros(model.dimension))
-    assert len(looked) < 20
-    assert np.abs(look(fit)[1]).max() < 1e-8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

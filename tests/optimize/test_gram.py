@@ -11,10 +11,10 @@ from sparse_problems import correlated_design, sparse_signal
 
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives import gram
-from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
+from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.newton import on_data, refit
+from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.auto import _stages
 from iobs.optimize.search.path import path
 
@@ -30,31 +30,6 @@ def storage(request, monkeypatch):
 def _problem(rng, n=120, d=40, k=5):
     X = correlated_design(rng, n, d, 0.6) * 10.0 ** rng.uniform(-1, 1, d)
     return X, X @ (sparse_signal(rng, d, k) / X.std(axis=0)) + rng.standard_normal(n)
-
-
-@pytest.mark.parametrize("options", [{}, {"ridge": 0.3}, {"intercept": True, "forced": [4]}])
-def test_gram_form_equals_the_objective(options, storage, rng):
-    X, y = _problem(rng)
-    weights = rng.uniform(0.5, 2, 120)
-    objective = LeastSquares(X, y, sample_weight=weights, **options)
-    small = by_gram(objective)
-    assert small is by_gram(objective)
-    support = np.array([1, 4, 17])
-    theta = np.zeros(40)
-    theta[support] = rng.standard_normal(3)
-    assert small.value(theta) == pytest.approx(objective.value(theta), rel=1e-10)
-    np.testing.assert_allclose(small.value_and_gradient(theta)[1], objective.value_and_gradient(theta)[1], rtol=1e-8)
-    np.testing.assert_allclose(small.hessian_block(theta, support), objective.hessian_block(theta, support))
-    rows = np.array([3, 4])
-    np.testing.assert_allclose(
-        small.hessian_columns(theta, support, rows), objective.hessian_columns(theta, support, rows)
-    )
-    np.testing.assert_allclose(small.hessian_product(theta, theta), objective.hessian_product(theta, theta))
-    assert small.complete == (storage == "whole")
-    fit, exact = on_data(objective, refit(small, support)), refit(objective, support)
-    np.testing.assert_allclose(fit.theta, exact.theta, rtol=1e-10)
-    np.testing.assert_allclose(fit.gradient, exact.gradient, rtol=1e-6, atol=1e-9 * np.abs(small.linear).max())
-    assert fit.value == pytest.approx(exact.value, rel=1e-13)
 
 
 def test_search_by_gram_finds_what_the_search_on_data_finds(storage):
@@ -88,10 +63,3 @@ def test_gram_form_does_not_keep_the_data_alive(rng):
         assert matrix() is None
     finally:
         gc.enable()
-
-
-def test_gram_form_needs_a_small_double_design(rng):
-    X = rng.standard_normal((30, 4))
-    assert by_gram(LeastSquares(X.astype(np.float32), X[:, 0])) is None
-    assert by_gram(LeastSquares(rng.standard_normal((3, 2000)), np.ones(3))) is None
-    assert isinstance(by_gram(LeastSquares(X, X[:, 0])), GramLeastSquares)

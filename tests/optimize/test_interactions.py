@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
-from collections import Counter
 
 import numpy as np
 import pandas as pd
 import pytest
-import typer
+from regression_commands import column, refused, run, write_table
 from sklearn.utils import get_tags
-from typer.testing import CliRunner
 
 from iobs import SparseInteractions, SparseRegressor
-from iobs.cli.predict import predict
-from iobs.cli.solve import solve
 from iobs.errors import DataError, ModelError, ProblemError
 from iobs.optimize.estimators.interactions import with_products
 from iobs.optimize.objectives.families import Logistic
@@ -25,10 +19,6 @@ from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search import hierarchy as search
 from iobs.optimize.search.hierarchy import Hierarchy, hierarchical_path, pairs_of
-
-app = typer.Typer()
-app.command("solve")(solve)
-app.command("predict")(predict)
 
 
 def _data(seed, n=80, d=5, noise=1.0):
@@ -92,30 +82,6 @@ def test_logistic_model_is_the_best_of_all(rng):
     assert fit.value == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["strong", "weak"])
-def test_supports_and_additions_are_all_that_the_hierarchy_allows(kind):
-    objective = LeastSquares(np.random.default_rng(0).standard_normal((20, 10)), np.ones(20))
-    hierarchy = Hierarchy(objective, 4, kind)
-    for k in range(6):
-        found = [tuple(sorted(each)) for each in hierarchy.supports(k)]
-        wanted = [chosen for chosen in itertools.combinations(range(10), k) if _obeys(kind, 4, chosen)]
-        assert Counter(found) == Counter(wanted)
-        assert hierarchy.count(k) == len(wanted)
-    pairs = list(itertools.combinations(range(4), 2))
-    for chosen in (frozenset(), frozenset({0}), frozenset({0, 2, 5})):
-        wanted = {frozenset({term}) for term in range(10) if term not in chosen and _obeys(kind, 4, chosen | {term})}
-        for term in range(4, 10):
-            left, right = pairs[term - 4]
-            missing = {left, right} - chosen
-            if term not in chosen and kind == "strong" and missing:
-                wanted.add(frozenset({term, *missing}))
-            elif term not in chosen and len(missing) == 2:
-                wanted |= {frozenset({term, left}), frozenset({term, right})}
-        for room in (1, 2, 3):
-            found = [frozenset(terms) for rows in hierarchy.additions(chosen, room).values() for terms in rows.tolist()]
-            assert Counter(found) == Counter(terms for terms in wanted if len(terms) <= room)
-
-
 def test_main_effects_that_are_forced_are_free_of_k():
     X, y = _data(4)
     objective = LeastSquares(with_products(X), y, intercept=True)
@@ -162,32 +128,22 @@ def _table(tmp_path, rng, n=200):
     size, age, luck = rng.normal(2, 1, n), rng.normal(1, 1, n), rng.standard_normal(n)
     price = size + 0.5 * age + 2 * size * (town == "Paris") - 1.5 * size * age + 0.05 * rng.standard_normal(n)
     file = tmp_path / "prices.csv"
-    rows = [f"{town[i]},{size[i]},{age[i]},{luck[i]},{price[i]}" for i in range(n)]
-    file.write_text("\n".join(["town,size,age,luck,price", *rows]) + "\n", encoding="utf8")
-    return file, price
-
-
-def _run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return write_table(file, ["town", "size", "age", "luck", "price"], town, size, age, luck, price), price
 
 
 @pytest.mark.parametrize(("kind", "k"), [("strong", 5), ("weak", 4), ("strong", "bic")])
 def test_command_line_finds_and_predicts_interactions(kind, k, tmp_path, rng):
     file, price = _table(tmp_path, rng)
     output = tmp_path / "model.json"
-    _run("solve", file, "--target", "price", "--interactions", kind, "-k", k, "-o", output)
+    run("solve", file, "--target", "price", "--interactions", kind, "-k", k, "-o", output)
     found = {row["name"] for row in json.loads(output.read_text(encoding="utf8"))["features"]}
     assert {"size", "age", "size:age", "town=Paris:size"} <= found
     assert ("town=Paris" in found) == (kind == "strong")
-    rows = list(csv.DictReader(io.StringIO(_run("predict", output, file))))
-    assert np.array([float(row["price"]) for row in rows]) == pytest.approx(price, abs=0.3)
+    predicted = np.array(column(run("predict", output, file), "price"), dtype=float)
+    assert predicted == pytest.approx(price, abs=0.3)
     (tmp_path / "plain.json").write_text(output.read_text(encoding="utf8").replace('"products"', '"nothing"'))
     with pytest.raises(ModelError, match="damaged"):
-        _run("predict", tmp_path / "plain.json", file)
+        run("predict", tmp_path / "plain.json", file)
 
 
 def test_command_line_refuses_what_does_not_go_with_interactions(tmp_path, rng):
@@ -199,15 +155,13 @@ def test_command_line_refuses_what_does_not_go_with_interactions(tmp_path, rng):
         (["--interactions", "strong", "--force", "size:age"], "no column 'size:age'"),
     ]:
         with pytest.raises(DataError, match=said):
-            _run("solve", file, "--target", "price", "-k", 2, *options)
+            run("solve", file, "--target", "price", "-k", 2, *options)
 
 
 def test_proofs_say_nothing_about_interactions(tmp_path, rng):
     file, _ = _table(tmp_path, rng)
-    arguments = ["solve", str(file), "--target", "price", "--interactions", "weak", "--certify", "1"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "proves nothing" in " ".join(result.output.split())
+    text = refused("solve", file, "--target", "price", "--interactions", "weak", "--certify", 1)
+    assert "proves nothing" in text
 
 
 def test_criterion_recovers_interactions_among_a_thousand_terms(monkeypatch):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 
 import numpy as np
 import pytest
-import typer
+from regression_commands import refused, run, write_table
 from sparse_problems import correlated_design
-from typer.testing import CliRunner
 
 from iobs import SparseClassifier, SparseCox, SparseRegressor, knockoff_filter
-from iobs.cli.solve import solve
 from iobs.errors import DataError, ProblemError
 from iobs.optimize.estimators import knockoffs
-
-app = typer.Typer()
-app.command()(solve)
 
 
 def _autoregressive(d, rho):
@@ -84,47 +78,43 @@ def test_cut_takes_the_least_threshold_within_the_limit():
     assert knockoffs.cut(statistics, 0.1) == (np.inf, pytest.approx(np.nan, nan_ok=True))
 
 
+def _drawn(model, n, d, rng):
+    """(estimator, X, y, columns with an effect, options) of a data set."""
+    X = rng.multivariate_normal(np.zeros(d), _autoregressive(d, 0.0 if model in ("classes", "times") else 0.3), n)
+    true = rng.choice(d, 12, replace=False)
+    margin = X[:, true] @ rng.choice([-1, 1], 12) * (0.9 if model in ("classes", "times") else 0.6)
+    if model == "classes":
+        y = np.where(rng.random(n) < 1 / (1 + np.exp(-margin)), "yes", "no")
+        return SparseClassifier(max_k=24), X, y, true, {}
+    if model == "times":
+        y = np.column_stack([rng.exponential(np.exp(-margin)), np.ones(n)])
+        return SparseCox(max_k=24), X, y, true, {}
+    covariance = _autoregressive(d, 0.3) if model == "gaussian" else None
+    options = {"kind": model, "covariance": covariance}
+    return SparseRegressor(), X, margin + rng.standard_normal(n), true, options
+
+
 @pytest.mark.parametrize(
-    ("kind", "n", "d"),
-    [("fixed", 150, 40), ("gaussian", 150, 40), pytest.param("gaussian", 120, 160, marks=pytest.mark.slow)],
+    ("model", "n", "d", "sets", "power"),
+    [
+        ("fixed", 150, 40, 40, 0.6),
+        ("gaussian", 150, 40, 40, 0.6),
+        pytest.param("gaussian", 120, 160, 40, 0.6, marks=pytest.mark.slow),
+        ("classes", 400, 20, 12, 0.8),
+        ("times", 400, 20, 12, 0.8),
+    ],
 )
-def test_share_of_false_features_keeps_the_limit_over_many_data_sets(kind, n, d):
+def test_share_of_false_features_keeps_the_limit_over_many_data_sets(model, n, d, sets, power):
     shares, found = [], []
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        X = rng.multivariate_normal(np.zeros(d), _autoregressive(d, 0.3), n)
-        true = rng.choice(d, 12, replace=False)
-        y = X[:, true] @ rng.choice([-0.6, 0.6], 12) + rng.standard_normal(n)
-        covariance = _autoregressive(d, 0.3) if kind == "gaussian" else None
-        result = knockoff_filter(SparseRegressor(), X, y, fdr=0.2, kind=kind, covariance=covariance, seed=seed)
+    for seed in range(sets):
+        estimator, X, y, true, options = _drawn(model, n, d, np.random.default_rng(seed))
+        result = knockoff_filter(estimator, X, y, fdr=0.2, seed=seed, **options)
         false = np.setdiff1d(result.support, true).size
         shares.append(false / max(1, result.support.size))
         found.append((result.support.size - false) / 12)
-        assert result.kind == kind
-    assert np.mean(shares) <= 0.2 + 3 * np.std(shares) / np.sqrt(40)
-    assert np.mean(found) > 0.6
-
-
-@pytest.mark.parametrize("model", ["classes", "times"])
-def test_other_losses_keep_the_limit(model):
-    shares, found = [], []
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        X = rng.standard_normal((400, 20))
-        margin = X[:, :12] @ rng.choice([-0.9, 0.9], 12)
-        if model == "classes":
-            estimator = SparseClassifier(max_k=24)
-            y = np.where(rng.random(400) < 1 / (1 + np.exp(-margin)), "yes", "no")
-        else:
-            estimator = SparseCox(max_k=24)
-            y = np.column_stack([rng.exponential(np.exp(-margin)), np.ones(400)])
-        result = knockoff_filter(estimator, X, y, fdr=0.2, seed=seed)
-        assert result.kind == "gaussian"
-        false = np.setdiff1d(result.support, np.arange(12)).size
-        shares.append(false / max(1, result.support.size))
-        found.append((result.support.size - false) / 12)
-    assert np.mean(shares) <= 0.2 + 3 * np.std(shares) / np.sqrt(12)
-    assert np.mean(found) > 0.8
+        assert result.kind == ("fixed" if model == "fixed" else "gaussian")
+    assert np.mean(shares) <= 0.2 + 3 * np.std(shares) / np.sqrt(sets)
+    assert np.mean(found) > power
 
 
 def test_noise_alone_gives_few_discoveries():
@@ -167,20 +157,13 @@ def test_impossible_filters_are_refused_with_the_reason(settings, message, rng):
 def table(rng, tmp_path):
     X = rng.standard_normal((300, 20))
     y = X[:, :12] @ np.full(12, 0.6) + rng.standard_normal(300)
-    file = tmp_path / "table.csv"
-    with file.open("w", newline="", encoding="utf8") as out:
-        writer = csv.writer(out)
-        writer.writerow([*(f"c{j}" for j in range(20)), "y"])
-        writer.writerows(np.column_stack([X, y]).tolist())
-    return file, X, y
+    return write_table(tmp_path / "table.csv", [*(f"c{j}" for j in range(20)), "y"], X, y), X, y
 
 
 def test_command_fits_the_columns_that_the_filter_chooses(table, tmp_path):
     file, X, y = table
     output = tmp_path / "model.json"
-    done = CliRunner().invoke(app, [str(file), "--select", "knockoff", "--fdr", "0.2", "-o", str(output)])
-    assert done.exit_code == 0, done.output
-    assert "knockoff filter (fixed)" in done.stdout
+    assert "knockoff filter (fixed)" in run("solve", file, "--select", "knockoff", "--fdr", 0.2, "-o", output)
     model = json.loads(output.read_text())
     expected = knockoff_filter(SparseRegressor(), X, y, fdr=0.2)
     assert {row["name"] for row in model["features"]} == {f"c{j}" for j in expected.support}
@@ -189,26 +172,24 @@ def test_command_fits_the_columns_that_the_filter_chooses(table, tmp_path):
     design = np.column_stack([X[:, expected.support], np.ones(300)])
     exact = np.linalg.lstsq(design, y, rcond=None)[0]
     assert model["intercept"] == pytest.approx(exact[-1], abs=1e-8)
-    strict = CliRunner().invoke(app, [str(file), "--select", "knockoff", "--fdr", "0.01"])
-    assert "no column stands out" in strict.stdout
+    assert "no column stands out" in run("solve", file, "--select", "knockoff", "--fdr", 0.01)
 
 
 def test_command_names_all_options_that_do_not_go_with_the_filter(table):
     file, _, _ = table
-    told = CliRunner().invoke(app, [str(file), "--select", "knockoff", "-k", "3", "--lower", "0", "--near", "0.1"])
-    assert told.exit_code == 2
+    text = refused("solve", file, "--select", "knockoff", "-k", 3, "--lower", 0, "--near", 0.1)
     for name in ("-k", "bounds", "--near"):
-        assert name in told.output
-    assert CliRunner().invoke(app, [str(file), "--fdr", "0.2"]).exit_code == 2
-    assert CliRunner().invoke(app, [str(file), "--select", "lasso"]).exit_code == 2
+        assert name in text
+    refused("solve", file, "--fdr", 0.2)
+    refused("solve", file, "--select", "lasso")
 
 
 def test_bounds_of_the_command_are_refused_together(table):
     file, _, _ = table
-    refused = CliRunner().invoke(app, [str(file), "--lower", "1", "--upper", "-1", "--upper", "z=2", "--lower", "c0=x"])
-    assert isinstance(refused.exception, DataError)
+    with pytest.raises(DataError) as raised:
+        run("solve", file, "--lower", 1, "--upper", -1, "--upper", "z=2", "--lower", "c0=x")
     for part in ("4 problems", "--lower 1", "--upper -1", "'z'", "'c0=x'"):
-        assert part in str(refused.exception)
+        assert part in str(raised.value)
 
 
 def test_the_constant_feature_is_named_whatever_the_units_of_others(rng):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods import subproblem
-from iobs.optimize.methods.base import state_at
-from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
-from iobs.optimize.methods.sparse_newton import RegularisedNewton
+from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
-from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.search.swaps import Swapper
 
@@ -61,17 +57,6 @@ def test_stochastic_iobs_step_is_the_papers_formula(start, kind, smoothness, bat
     np.testing.assert_allclose(new.theta, expected, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("inside", [0, 3, D])
-def test_stochastic_length_is_the_formula_for_any_mask(inside, rng):
-    theta, gradient = rng.standard_normal(D), rng.standard_normal(D)
-    mask = np.isin(np.arange(D), rng.permutation(D)[:inside])
-    norm = np.linalg.norm(gradient)
-    numerator = 1 - sum(gradient[i] * theta[i] for i in range(D) if not mask[i]) / norm
-    denominator = 0.7 + sum(gradient[i] ** 2 for i in range(D) if mask[i]) / norm
-    assert stochastic_length(theta, gradient, mask, 0.7) == pytest.approx(numerator / denominator)
-    assert stochastic_length(theta, np.zeros(D), mask, 0.7) == pytest.approx(1 / 0.7)
-
-
 @pytest.mark.parametrize("seed", [0, 7, 49, 71, 416])  # seeds where the greedy mask, swapped, is worse than Top-k
 def test_best_support_is_no_worse_than_top_k_and_its_swaps(seed):
     rng = np.random.default_rng(seed)
@@ -85,41 +70,6 @@ def test_best_support_is_no_worse_than_top_k_and_its_swaps(seed):
     assert alone[greedy.tobytes()] > alone[top.tobytes()] + 1e-9
     assert best == pytest.approx(alone[top.tobytes()], rel=1e-9)
     assert best <= refit(model, top).value
-
-
-@dataclass
-class _Recorder:
-    """A subproblem solver that keeps the damped models and never lowers f, so that the damping grows."""
-
-    models: list = field(default_factory=list)
-
-    def __call__(self, problem, model, count, allowed):
-        self.models.append(model)
-        return np.where(np.arange(model.dimension) < count, 1e3, 0.0)
-
-
-@pytest.mark.parametrize("rule", ["gradient", "cubic"])
-@pytest.mark.parametrize("d", [D, DENSE_LIMIT + 1])
-def test_damped_models_add_a_proximal_term_at_the_iterate(d, rule, rng):
-    X = rng.standard_normal((6, d))
-    objective = LeastSquares(X, rng.standard_normal(6))
-    recorder = _Recorder()
-    method = RegularisedNewton(rule=rule, solver=recorder, final_swaps=False)
-    problem = Problem(objective, K)
-    state = state_at(problem, sparse_signal(rng, d, K), memory=0.0)
-    method.step(problem, state)
-    plain, *damped = recorder.models
-    moved = state.theta + rng.standard_normal(d)
-    squared, amounts = float((moved - state.theta) @ (moved - state.theta)), []
-    for model in damped[:4]:  # later models are almost only damping, so rounding hides the rest
-        np.testing.assert_allclose(model.value_and_gradient(state.theta)[1], state.gradient, rtol=1e-6, atol=1e-6)
-        added = model.hessian_diagonal(moved) - plain.hessian_diagonal(moved)
-        amounts.append(float(added[0]))
-        np.testing.assert_allclose(added, amounts[-1], rtol=1e-6)
-        rise = model.value(moved) - model.value(state.theta) - plain.value(moved) + plain.value(state.theta)
-        assert rise == pytest.approx(0.5 * amounts[-1] * squared, rel=1e-6)
-    first = 1e-3 * plain.hessian_diagonal(moved).mean()
-    np.testing.assert_allclose(amounts, first * 4.0 ** np.arange(4), rtol=1e-6)
 
 
 def test_omp_without_columns_still_fits_the_intercept(rng):

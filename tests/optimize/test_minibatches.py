@@ -80,20 +80,6 @@ def test_step_makes_its_updates_by_the_formula(mask, rng):
     assert found.value == pytest.approx(objective.value(theta))
 
 
-def test_top_mask_minimises_the_model_on_its_support(rng):
-    objective, lam = _objective(LeastSquares, rng), 50.0
-    theta = rng.standard_normal(D)
-    method = StochasticIOBS(lam, mask="top")
-    problem = Problem(objective, K)
-    found = method.step(problem, method.begin(problem, theta)).theta
-    gradient = objective.value_and_gradient(theta)[1]
-    support = np.flatnonzero(found)
-    hessian = lam * np.eye(D) + np.outer(gradient, gradient) / np.linalg.norm(gradient)
-    linear = hessian @ theta - gradient
-    block = hessian[np.ix_(support, support)]
-    np.testing.assert_allclose(found[support], np.linalg.solve(block, linear[support]), rtol=1e-9)
-
-
 def test_stochastic_iobs_recovers_the_support_of_many_samples(rng):
     X = rng.standard_normal((20_000, 30))
     truth = sparse_signal(rng, 30, 4)

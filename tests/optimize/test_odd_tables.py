@@ -4,35 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import typer
+from regression_commands import run
 from sklearn.preprocessing import OneHotEncoder
-from typer.testing import CliRunner
 
-from iobs.cli.solve import solve
-from iobs.data import table_files
 from iobs.data.fitted import Fitted
 from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, NonFiniteError
-
-app = typer.Typer()
-app.command()(solve)
-
-
-@pytest.fixture(params=["pandas", "plain"])
-def write(request, tmp_path, monkeypatch):
-    """A function that writes bytes or text as a table; read with pandas and without."""
-    if request.param == "pandas":
-        pytest.importorskip("pandas")
-    else:
-        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
-
-    def run(content):
-        file = tmp_path / "t.csv"
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return file
-
-    return run
-
 
 ROWS = "".join(f"{a},{b},{a + b}\n" for a, b in ((1, 2), (3, 1), (5, 4), (2, 2)))
 
@@ -53,6 +30,9 @@ READ = {
         [1.2345678901234568e29, 2],
     ),
     "booleans": ("a,b,y\ntrue,2,3\nFALSE,1,4\n", ["a", "b"], [1, 2]),
+    "separators at line ends": ("a,b,y\n1,2,3,\n4,5,6,\n", ["a", "b"], [1, 2]),
+    "more separators at a line's end": ("a,b,y\n1,2,3\n4,5,6,,\n", ["a", "b"], [1, 2]),
+    "blank lines": ("\na,b,y\n\n1,2,3\n  \n4,5,6\n\n\n", ["a", "b"], [1, 2]),
     "exponents": ("a,b,y\n1e3,-2E-1,3\n3,1,4\n", ["a", "b"], [1000, -0.2]),
 }
 
@@ -124,6 +104,19 @@ REFUSED = {
     "another encoding": ("ä,y\n1,2\n".encode("latin-1"), DataError, "save it as text in UTF-8"),
     "two columns of one name": ("a,a,y\n1,2,3\n", DataError, "several columns of one name: a"),
     "a long row": ("a,y\n1,2\n1,2,3\n", DataError, "Line 3 .* has 3 entries under a header of 2 names"),
+    "a long first row": ("a,b,y\n1,2,3,9\n4,5,6\n", DataError, "Line 2 .* 4 entries under a header of 3 names"),
+    "long rows": ("a,b,y\n1,2,3,9\n4,5,6,8\n", DataError, "Line 2 .* 4 entries under a header of 3 names"),
+    "a long row below a quoted line": (
+        'a,b,y\n"1\n",2,3\n\n4,5,6,8,9\n',
+        DataError,
+        "Line 5 .* 5 entries under a header of 3 names",
+    ),
+    "a short row": ("a,b,y\n1,2,3\n4,5\n", NonFiniteError, r"'y' is missing in 1 of 2 rows \(row 2\)"),
+    "columns of two names twice": ("a,b,a,b,c,y\n1,2,3,4,5,6\n", DataError, "several columns of one name: a, b; give"),
+    "another encoding below its header": ("a,y\n1,ä\n".encode("latin-1"), DataError, "save it as text in UTF-8"),
+    "nothing": ("", DataError, "it is empty"),
+    "blank lines alone": ("\n\n", DataError, "it is empty"),
+    "a header alone": ("a,y\n", DataError, "no rows"),
     "an absent target": ("a,Y\n1,2\n", DataError, "has no column 'y'; it has: a, Y"),
     "a target much like another": ("a,yield\n1,2\n", DataError, "no column 'yeild'.*Did you mean 'yield'"),
     "binary": (bytes(range(256)), DataError, "Cannot read"),
@@ -181,51 +174,44 @@ def test_categories_are_coded_as_by_scikit_learn(write):
     assert table.codings[0].levels[0] == "Berlin"  # the reference level
 
 
-def test_a_single_row_is_no_regression(write):
-    result = CliRunner().invoke(app, [str(write("a,y\n1,2\n"))])
-    assert isinstance(result.exception, IOBSError)
-    assert "1 row" in str(result.exception)
-
-
 def test_a_category_of_one_level_has_no_column(write):
     table = read_table(write("town,a,y\n" + "".join(f"Rome,{i % 3},{i}\n" for i in range(6))), "y")
     assert table.names == ["a"]
     assert table.X.shape == (6, 1)
 
 
-@pytest.mark.parametrize("text", ["w,y\n1,2\n2,3\n3,5\n", "w,town,y\n1,Rome,2\n2,Rome,3\n3,Rome,5\n"])
-def test_a_table_without_a_column_that_explains_is_refused(text, write):
-    result = CliRunner().invoke(app, [str(write(text)), "--weight", "w", "-k", "0"])
-    assert isinstance(result.exception, DataError)
-    assert "t.csv has no column that could explain 'y'" in str(result.exception)
+def _weighted(*weights):
+    return "a,b,w,y\n" + "".join(f"{i % 3},{i % 2},{weight},{i}\n" for i, weight in enumerate(weights))
 
 
-@pytest.mark.parametrize("options", [["--drop", "w"], ["--target", "w"], ["--offset", "w"], ["--category", "w"]])
-def test_a_weight_with_another_role_is_refused(write, options):
-    file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},1,{i}\n" for i in range(8)))
-    result = CliRunner().invoke(app, [str(file), "--weight", "w", *options])
-    assert isinstance(result.exception, IOBSError)
-    assert "'w' has two roles" in str(result.exception)
+_WEIGHTED = _weighted(*[1] * 8)
+_ROLE = "'{}' has two roles; name it in one option, and do not drop it"
 
 
-@pytest.mark.parametrize("options", [["--drop", "y"], ["--category", "a", "--drop", "a"], ["--category", "y"]])
-def test_a_column_with_two_roles_is_refused(write, options):
-    file = write("a,b,y\n" + "".join(f"{i % 3},{i % 2},{i}\n" for i in range(8)))
-    result = CliRunner().invoke(app, [str(file), *options])
-    assert isinstance(result.exception, IOBSError)
-    assert f"{options[-1]!r} has two roles; name it in one option, and do not drop it" in str(result.exception)
-
-
-@pytest.mark.parametrize("weights", [[0] * 8, [1] * 7 + [-1]])
-def test_weights_are_refused_by_their_name(write, weights):
-    file = write("a,b,w,y\n" + "".join(f"{i % 3},{i % 2},{w},{i}\n" for i, w in enumerate(weights)))
-    result = CliRunner().invoke(app, [str(file), "--weight", "w", "-k", "1"])
-    assert isinstance(result.exception, IOBSError)
-    assert "weights 'w'" in str(result.exception)
-
-
-def test_constant_columns_have_no_knockoffs(write):
-    file = write("a,one,b,y\n" + "".join(f"{i % 3},1,{i % 2},{i}\n" for i in range(8)))
-    result = CliRunner().invoke(app, [str(file), "--select", "knockoff"])
-    assert isinstance(result.exception, IOBSError)
-    assert "--drop one" in str(result.exception)
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("a,y\n1,2\n", [], "1 row"),
+        ("w,y\n1,2\n2,3\n3,5\n", ["--weight", "w", "-k", 0], "t.csv has no column that could explain 'y'"),
+        ("w,t,y\n1,R,2\n2,R,3\n3,R,5\n", ["--weight", "w", "-k", 0], "t.csv has no column that could explain 'y'"),
+        *(
+            (_WEIGHTED, ["--weight", "w", option, "w"], "'w' has two roles")
+            for option in ("--drop", "--target", "--offset", "--category")
+        ),
+        (_WEIGHTED, ["--drop", "y"], _ROLE.format("y")),
+        (_WEIGHTED, ["--category", "a", "--drop", "a"], _ROLE.format("a")),
+        (_WEIGHTED, ["--category", "y"], _ROLE.format("y")),
+        (_weighted(*[0] * 8), ["--weight", "w", "-k", 1], "weights 'w'"),
+        (_weighted(*[1] * 7, -1), ["--weight", "w", "-k", 1], "weights 'w'"),
+        (
+            "y,a,years\n1,1,1\n2,3,inf\n0,2,2\n",
+            ["-k", 1, "--loss", "poisson", "--exposure", "years"],
+            "exposure 'years' must be positive and finite, got inf",
+        ),
+        (_WEIGHTED, ["--select", "knockoff"], "--drop w"),  # a constant column has no knockoff
+    ],
+)
+def test_a_table_that_does_not_fit_the_command_is_refused(text, options, message, write):
+    with pytest.raises(IOBSError) as raised:
+        run("solve", write(text), *options)
+    assert message in str(raised.value)

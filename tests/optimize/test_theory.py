@@ -42,16 +42,3 @@ def test_theory_tight_factor_is_newtons_if_k_equals_d():
     assert tight == pytest.approx(constants.M / (2 * constants.mu))
     assert paper == float("inf")
     assert theory.quadratic_factors(constants, 3, 0, 0)[2] == pytest.approx(constants.M / (2 * constants.mu))
-
-
-def test_theory_projection_of_the_lemma_is_no_contraction(rng):
-    """norm(H^-1 H^S) exceeds 1 (an oblique projection); norm(H^-1 H^S H^-1) <= norm(H^-1) is true."""
-    norms = []
-    for _ in range(50):
-        factor = rng.standard_normal((6, 4))
-        inverse = np.linalg.inv(factor.T @ factor)
-        h_s = np.zeros((4, 4))
-        h_s[:2, :2] = np.linalg.inv(inverse[:2, :2])
-        norms.append(np.linalg.norm(inverse @ h_s, 2))
-        assert np.linalg.norm(inverse @ h_s @ inverse, 2) <= np.linalg.norm(inverse, 2) * (1 + 1e-9)
-    assert max(norms) > 1.1

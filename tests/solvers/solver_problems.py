@@ -5,6 +5,8 @@ from itertools import combinations, product
 import torch
 
 import iobs
+from iobs.core.grids import entries_of, grid_of, over_columns
+from iobs.solvers.families import family_of
 
 
 def random_problem(rows=6, columns=16, *, seed=0, dtype=torch.float64, condition=50.0):
@@ -40,6 +42,57 @@ PATTERNS = [
     iobs.NM(3, 8),
     iobs.NM(1, 2),
 ]
+GROUPS = [
+    iobs.Groups(1, sparsity=0.5),
+    iobs.Groups(3, 3),
+    iobs.Groups.sizes((1, 4, 2, 3, 2), 2),
+    iobs.Groups([3, 2, 1, 0] * 3, sparsity=0.25),
+]
+GRIDS = [
+    iobs.Grid(4, 8),
+    iobs.Grid(3, 5),
+    iobs.Unstructured(0.5) & iobs.Grid(4, 8),
+    iobs.Unstructured(0.4, per="row") & iobs.Grid(3),
+    iobs.Unstructured(keep=37) & iobs.Grid(2, 6),
+    iobs.NM(2, 4) & iobs.Grid(8, 8),
+    iobs.NM(3, 8) & iobs.Grid(4, 6),
+]
+
+
+def solvers_of(pattern):
+    """The names of the solvers that take a pattern: GPTQ rounds dense weights only."""
+    return sorted(
+        set(family_of(pattern).solvers) - ({"gptq"} if entries_of(pattern) != iobs.Unstructured(0.0) else set())
+    )
+
+
+def options_of(solver, pattern, columns=12):
+    """Options that a solver of a pattern cannot do without."""
+    return {"scores": torch.arange(float(pattern.count(columns)))} if solver == "scores" else {}
+
+
+def require_pattern_of(solution, pattern):
+    """Check that a solution has the exact counts of its pattern, zeros elsewhere, and values on its grid."""
+    mask, weight = solution.mask, solution.weight
+    assert (weight[~mask] == 0).all()
+    if isinstance(pattern, iobs.Groups):
+        labels = pattern.labels(mask.shape[1])
+        kept = labels[mask[0]].unique()
+        assert len(kept) == pattern.kept(mask.shape[1])
+        assert torch.equal(mask, torch.isin(labels, kept).expand(mask.shape))
+        return
+    groups = pattern.groups(mask.shape)
+    assert (mask.reshape(groups.count, groups.size).sum(1) == groups.keep).all()
+    if grid_of(pattern) is not None:
+        require_on_grid(solution, grid_of(pattern))
+
+
+def require_on_grid(solution, grid):
+    """Check that every weight is exactly a whole number times the scale of its group."""
+    spread = over_columns(solution.stats["scales"], grid, solution.weight.shape[1])
+    codes = (solution.weight.double() / spread.double()).round()
+    assert codes.abs().max() <= grid.levels
+    assert torch.equal(codes.to(solution.weight.dtype) * spread, solution.weight)
 
 
 def best_on(problem, mask):

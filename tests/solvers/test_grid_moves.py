@@ -5,11 +5,9 @@ from itertools import product
 import pytest
 import torch
 from solver_problems import random_problem
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import iobs
 from iobs.core.grids import over_columns
-from iobs.solvers.gridded import search
 from iobs.solvers.gridded.lattice import rounded, search_scales
 from iobs.solvers.kernels import descend
 from iobs.solvers.kernels.descend import GridRows
@@ -43,7 +41,7 @@ def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
     problem, (plain, numba) = rows_for(0, dtype)
     before = plain.weight.clone()
     getattr(descend, f"{name}_torch")(plain, *arguments)
-    getattr(descend, f"{name}_numba")(numba, *arguments)
+    getattr(descend, name)(numba, *arguments)
     assert not torch.equal(plain.weight, before)
     torch.testing.assert_close(numba.weight, plain.weight)
     assert torch.equal(numba.mask, plain.mask)
@@ -53,33 +51,6 @@ def test_moves_on_a_grid_numba_equals_torch(name, arguments, dtype):
     torch.testing.assert_close(plain.gradient, exact, rtol=slack, atol=slack)
 
 
-@pytest.mark.parametrize("of", [4, 24])
-def test_exchanges_of_a_few_rows_at_a_time_are_those_of_all_rows(monkeypatch, of):
-    _, (together, apart) = rows_for(0)
-    descend.exchange_entries_torch(together, of, 6, 9)
-    monkeypatch.setattr(descend, "_MOST_PAIRS", 300)
-    descend.exchange_entries_torch(apart, of, 6, 9)
-    for name in ("weight", "gradient", "mask"):
-        assert torch.equal(getattr(together, name), getattr(apart, name))
-
-
-def test_exchanges_within_small_groups_take_the_memory_of_pairs_within_groups():
-    _, (rows, _) = rows_for(0)
-
-    class Largest(TorchDispatchMode):
-        entries = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor):
-                self.entries = max(self.entries, found.numel())
-            return found
-
-    with Largest() as largest:
-        descend.exchange_entries_torch(rows, 4, 6, 9)
-    assert largest.entries == rows.weight.numel() * 4
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sweeps_in_blocks_of_columns_equal_sweeps_column_by_column(monkeypatch, dtype):
     monkeypatch.setattr(descend, "_WIDE", 1)
@@ -87,7 +58,7 @@ def test_sweeps_in_blocks_of_columns_equal_sweeps_column_by_column(monkeypatch, 
     problem, (plain, blocks) = rows_for(2, dtype)
     before = plain.weight.clone()
     descend.descend_values_torch(plain, 4)
-    descend.descend_values_numba(blocks, 4)
+    descend.descend_values(blocks, 4)
     assert not torch.equal(plain.weight, before)
     torch.testing.assert_close(blocks.weight, plain.weight)
     exact = problem.gradient(blocks.weight.double()).to(dtype)
@@ -100,29 +71,11 @@ def test_values_settle(dtype):
     # A value computed in a wider dtype never equals the stored one, and each sweep would change it again.
     _, (rows, _) = rows_for(3, dtype)
     assert ((rows.weight.abs() / rows.spread()).round() == rows.levels).any()
-    descend.descend_values_numba(rows, 200)
+    descend.descend_values(rows, 200)
     settled = rows.weight.clone(), rows.gradient.clone()
     descend._sweep_in_blocks(rows)
     assert torch.equal(rows.weight, settled[0])
     assert torch.equal(rows.gradient, settled[1])
-
-
-def test_improvable_values_are_those_that_change_alone():
-    _, (rows, _) = rows_for(3, torch.float64)
-    curvature, spread = rows.hessian.diagonal(), rows.spread()
-    best = ((rows.weight - rows.gradient / curvature) / spread).round().clamp(-rows.levels, rows.levels) * spread
-    assert descend._improvable(rows) == int(((best != rows.weight) & rows.mask).sum()) > 0
-    descend.descend_values_numba(rows, 200)
-    assert descend._improvable(rows) == 0
-
-
-def test_without_moves_of_two_entries_a_second_descent_would_change_nothing(monkeypatch):
-    monkeypatch.setitem(search.LARGE, "fast", (0, search.LARGE["fast"][1]))
-    problem, pattern = random_problem(12, 40), iobs.Unstructured(0.5) & iobs.Grid(4, 8)
-    once = iobs.solve(problem, pattern, budget="fast")
-    plain = search.descend_values
-    monkeypatch.setattr(search, "descend_values", lambda rows, sweeps: [plain(rows, sweeps), plain(rows, sweeps)])
-    assert torch.equal(iobs.solve(problem, pattern, budget="fast").weight, once.weight)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,6 +1,5 @@
 """Numba kernels compared with their torch forms."""
 
-import numpy as np
 import pytest
 import torch
 from solver_problems import dependent_problem, random_problem
@@ -9,8 +8,6 @@ import iobs
 from iobs.core import linalg
 from iobs.solvers import obc, sparsegpt
 from iobs.solvers.kernels import conjugate, project, swaps
-from iobs.solvers.kernels.project_numba import kth_smallest
-from iobs.solvers.obc import greedy_mask
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -37,12 +34,12 @@ def test_eliminate_numba_equals_torch(dtype):
     current, mask = torch.randn(40, 24, dtype=dtype), torch.rand(40, 24) > 0.5
     other, other_mask = current.clone(), mask.clone()
     sparsegpt.eliminate_torch(current, factor, mask)
-    sparsegpt.eliminate_numba(other, factor, other_mask)
+    sparsegpt.eliminate(other, factor, other_mask)
     torch.testing.assert_close(other, current)
     current, other = torch.randn(40, 24, dtype=dtype), None
     other = current.clone()
     sparsegpt.eliminate_groups_torch(current, factor, mask, 3, 8)
-    sparsegpt.eliminate_groups_numba(other, factor, other_mask, 3, 8)
+    sparsegpt.eliminate_groups(other, factor, other_mask, 3, 8)
     assert torch.equal(mask, other_mask)
     torch.testing.assert_close(other, current)
 
@@ -67,9 +64,7 @@ def test_swap_until_optimal_numba_equals_torch(inside, outside):
         states = [swaps.RowState.build(problem.matrix, row, mask) for _ in range(2)]
         made = [
             form(state, problem.matrix, inside, outside, 1e-9, 5)
-            for form, state in zip(
-                (swaps.swap_until_optimal_torch, swaps.swap_until_optimal_numba), states, strict=True
-            )
+            for form, state in zip((swaps.swap_until_optimal_torch, swaps.swap_until_optimal), states, strict=True)
         ]
         assert made[0] == made[1]
         for plain, numba in zip(*[vars(state).values() for state in states], strict=True):
@@ -99,7 +94,7 @@ def test_swaps_lower_the_loss_if_inputs_depend_on_each_other(kind, seed, first, 
         return float(0.5 * state.weight @ block @ state.weight - linear[state.support] @ state.weight)
 
     before = loss()
-    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal_numba
+    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal
     assert swap(state, hessian, 3, 4, -1e-10 * before, 64) < 64
     assert loss() <= before
     fresh = swaps.RowState.build(hessian, linear, torch.zeros(7, dtype=torch.bool).scatter(0, state.support, True))
@@ -142,22 +137,3 @@ def test_improve_weights_equals_exact_and_torch_form():
     torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
     again = conjugate.improve_weights(problem.matrix, problem.linear, mask, exact, 50)
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
-
-
-def test_greedy_mask_is_contiguous():
-    problem = random_problem(4, 8)
-    for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4)):
-        mask = greedy_mask(torch.linalg.inv(problem.matrix), problem.centre(), pattern.groups((4, 8)))
-        assert mask.is_contiguous()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 101])
-@pytest.mark.parametrize("kind", ["normal", "ties", "infinite"])
-def test_quickselect_gives_the_value_of_a_partition(size, kind):
-    generator = np.random.default_rng(size)
-    values = generator.normal(size=size) if kind != "ties" else generator.integers(0, 4, size).astype(float)
-    if kind == "infinite":
-        values[generator.random(size) < 0.3] = np.inf
-    kept = values.copy()
-    assert [kth_smallest(values, k) for k in range(size)] == sorted(kept)
-    assert (values == kept).all()

@@ -69,28 +69,6 @@ def test_net_trim_without_activation_agrees_with_scipy(seed, share):
     assert found.stats["l1"] == pytest.approx(scipy_optimum(weight, inputs, tolerance, False), rel=1e-5)
 
 
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_net_trim_agrees_with_cvxpy(seed, relu):
-    cvxpy = pytest.importorskip("cvxpy")
-    weight, inputs = layer(seed, rows=5, columns=12, samples=60)
-    outputs = (weight @ inputs).numpy()
-    active = (outputs > 0) | (not relu)
-    tolerance = 0.2 * float(np.linalg.norm(outputs[active]))
-    variable = cvxpy.Variable(tuple(weight.shape))
-    image = variable @ inputs.numpy()
-    constraints = [cvxpy.norm(cvxpy.multiply(active.astype(float), image - outputs), "fro") <= tolerance]
-    if relu:
-        constraints.append(cvxpy.multiply((~active).astype(float), image) <= 0)
-    optimum = cvxpy.Problem(cvxpy.Minimize(cvxpy.sum(cvxpy.abs(variable))), constraints).solve()
-    if relu:
-        found = net_trim(weight, inputs, tolerance, accuracy=1e-8).weight
-    else:
-        found = within_tolerance(iobs.Quadratic.at(weight, inputs @ inputs.T), tolerance).weight
-    assert float(found.abs().sum()) == pytest.approx(optimum, rel=1e-5)
-    assert np.abs(found.numpy() - variable.value).max() < 1e-3
-
-
 @pytest.mark.parametrize("keep", [0, 7, 12, 21])
 def test_net_trim_with_a_budget_has_the_least_tolerance_that_fits(keep):
     weight, inputs = layer(0, rows=3, columns=7, samples=50)

@@ -110,17 +110,3 @@ def test_a_solver_needs_no_hash():
     require_known_solver(Own())
     with pytest.raises(ProblemError, match="name or a function"):
         require_known_solver([])
-
-
-def test_exact_gives_equal_bits_by_name_and_by_value():
-    problem = random_problem(3, 8)
-    named = iobs.solve(problem, iobs.NM(2, 4), "exact", limit=5000)
-    assert torch.equal(iobs.solve(problem, iobs.NM(2, 4), Exact(limit=5000)).weight, named.weight)
-
-
-def test_screened_swap_is_a_refinement_of_solve():
-    problem, pattern = random_problem(24, 48, dtype=torch.float32), iobs.NM(2, 4)
-    plain = iobs.solve(problem, pattern, Magnitude())
-    found = iobs.solve(problem, pattern, Magnitude(), refine=ScreenedSwap())
-    assert found.stats["swaps"] > 0
-    assert found.loss.sum() < plain.loss.sum()

@@ -1,4 +1,6 @@
-"""Screened swaps: optimal among candidates, never worse, equal in torch and numba and for any number of threads."""
+"""Screened swaps: optimal among candidates, never worse, equal for any number of threads."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -22,64 +24,45 @@ def by_magnitude(problem, pattern):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_swap_rows_agrees_in_torch_and_numba(pattern):
+def test_rows_are_optimal_among_their_candidates_and_give_their_prices(pattern):
     problem = random_problem(12, 32, dtype=torch.float32)
-    groups, solution = pattern.groups((12, 32)), by_magnitude(problem, pattern)
-    hessian, linear, scale = scaled(problem)
-    weight = solution.weight * scale
-    slots = candidate_columns(hessian, linear, screen.Rows.of(solution.mask, weight), groups, 6)
-    forms = []
-    for form in (screen.swap_rows_torch, screen.swap_rows_numba):
-        rows = screen.Rows.of(solution.mask.clone(), weight.clone())
-        form(rows, hessian, linear, slots, groups, 1e-5, 10)
-        forms.append(rows)
-    plain, numba = forms
-    assert int(plain.swaps.sum()) > 0
-    assert torch.equal(plain.swaps, numba.swaps)
-    assert torch.equal(plain.mask, numba.mask)
-    assert torch.equal(plain.names, numba.names)
-    # Condition 50 times the rounding of float32, and the rounding of the updates of swaps.
-    torch.testing.assert_close(plain.weight, numba.weight, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(plain.prices, numba.prices, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_candidate_columns_rank_by_obs_saliency(pattern):
-    """Reference in unscaled variables: w_i^2 / [H^-1]_ii of members and g_j^2 [H^-1]_jj of outsiders."""
-    problem = random_problem(12, 32, condition=1e4)
-    units = torch.logspace(-3, 3, 32, dtype=torch.float64)
-    problem = iobs.Quadratic.at(problem.centre() / units, problem.matrix * units * units[:, None])
     groups, mask = pattern.groups((12, 32)), top_mask(torch.rand(12, 32), pattern)
-    weight = best_on(problem, mask)
-    hessian, linear, scale = scaled(problem)
-    rows = screen.Rows.of(mask, weight.float() * scale)
-    chosen = candidate_columns(hessian, linear, rows, groups, 8)
-    variance = torch.linalg.inv(problem.matrix).diagonal()
-    cost = (weight.square() / variance).masked_fill(~mask, torch.inf)
-    gain = (problem.gradient(weight).square() * variance).masked_fill(mask, -torch.inf)
-    for row, columns in enumerate(chosen.tolist()):
-        if groups.size >= 32:
-            leaving = cost[row].argsort()[: min(8, int(mask[row].sum()))].tolist()
-            entering = gain[row].argsort(descending=True)[: min(8, int((~mask[row]).sum()))].tolist()
-        else:
-            promise = gain[row].reshape(-1, groups.size).amax(1) - cost[row].reshape(-1, groups.size).amin(1)
-            best = promise.argsort(descending=True)[: 16 // groups.size].tolist()
-            members = [group * groups.size + i for group in best for i in range(groups.size)]
-            leaving = [column for column in members if mask[row, column]]
-            entering = [column for column in members if not mask[row, column]]
-        found = [column for column in columns if column >= 0]
-        assert set(found) == {*leaving, *entering}
-        assert mask[row, found].tolist() == [True] * len(leaving) + [False] * len(entering)
+    hessian, linear, _ = scaled(problem)
+    exact = iobs.Quadratic(hessian.double(), linear.double())
+    rows = screen.Rows.of(mask.clone(), best_on(exact, mask).float())
+    slots = candidate_columns(hessian, linear, rows, groups, 6)
+    screen.swap_rows(rows, hessian, linear, slots, groups, 1e-5, 30)
+    assert int(rows.swaps.sum()) > 0
+    # Condition 50 times the rounding of float32, and the rounding of the updates of swaps.
+    torch.testing.assert_close(rows.weight, best_on(exact, rows.mask).float(), rtol=1e-3, atol=1e-3)
+    least = exact.loss(best_on(exact, rows.mask))
+    for row, columns in enumerate(slots):
+        columns = columns[columns >= 0]
+        cost, gain = {}, {}
+        for column in columns.tolist():
+            other = rows.mask.clone()
+            other[row, column] ^= True
+            change = float((exact.loss(best_on(exact, other)) - least)[row])
+            (cost if rows.mask[row, column] else gain)[column] = abs(change)
+        for leave, enter in product(cost, gain):
+            if groups.size >= 32 or leave // groups.size == enter // groups.size:
+                other = rows.mask.clone()
+                other[row, leave], other[row, enter] = False, True
+                assert float(exact.loss(best_on(exact, other))[row]) >= float(least[row]) - 1e-4 * abs(least[row])
+        removal, admission = rows.names[row].tolist()
+        assert cost[removal] == pytest.approx(min(cost.values()), rel=1e-2, abs=1e-3)
+        assert gain[admission] == pytest.approx(max(gain.values()), rel=1e-2, abs=1e-3)
+        prices = [2 * cost[removal], 2 * gain[admission]]
+        assert rows.prices[row, :2].tolist() == pytest.approx(prices, rel=1e-2, abs=1e-3)
 
 
-@pytest.mark.parametrize("form", [screen.swap_rows_torch, screen.swap_rows_numba])
-def test_swap_rows_leaves_a_row_if_members_are_singular(form):
+def test_swap_rows_leaves_a_row_if_members_are_singular():
     hessian = torch.eye(6)
     hessian[0, 1] = hessian[1, 0] = 1 + 1e-6
     mask = torch.tensor([[True, True, True, False, False, False]])
     rows = screen.Rows.of(mask.clone(), mask.float())
     slots = torch.tensor([[2, 3, 4, 5]])
-    form(rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64)
+    screen.swap_rows(rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64)
     assert torch.equal(rows.mask, mask)
     assert torch.equal(rows.weight, mask.float())
     assert int(rows.swaps) == 0

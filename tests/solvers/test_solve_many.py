@@ -26,38 +26,23 @@ def test_solve_many_equals_solve(solver, refine):
         torch.testing.assert_close(solution.loss, alone.loss)
 
 
-@pytest.mark.parametrize(("solver", "function"), [("sparsegpt", "upper_factor"), ("obc", "inverse")])
-def test_solve_many_factorises_the_hessian_once(solver, function, monkeypatch):
-    calls = []
-    original = getattr(linalg, function)
-    monkeypatch.setattr(linalg, function, lambda matrix: calls.append(1) or original(matrix))
-    problem = random_problem(4, 16)
-    solve_many([problem] * 3, [iobs.Unstructured(s) for s in (0.5, 0.6, 0.7)], solver, damping=0.01)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("solver", ["magnitude", "wanda"])
-def test_solve_many_solves_centres_with_one_factor(solver, monkeypatch):
-    calls = []
-    original = torch.linalg.cholesky_ex
-
-    def counted(*matrices, **places):
-        calls.append(1)
-        return original(*matrices, **places)
-
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
-    hessian = random_problem(4, 16).hessian
-    problems = [iobs.Quadratic(hessian, torch.randn(3, 16, dtype=torch.float64)) for _ in range(3)]
-    solve_many(problems, [iobs.NM(2, 4)] * 3, solver)
-    assert len(calls) == 1
-
-
-def test_solve_many_factorises_once_in_half_precision(monkeypatch):
-    calls = []
-    original = linalg.upper_factor
-    monkeypatch.setattr(linalg, "upper_factor", lambda matrix: calls.append(1) or original(matrix))
-    problem = random_problem(4, 16, dtype=torch.bfloat16)
-    solve_many([problem] * 3, [iobs.NM(2, 4)] * 3, "sparsegpt", damping=0.01)
+@pytest.mark.parametrize(
+    ("solver", "owner", "function", "dtype"),
+    [
+        ("sparsegpt", linalg, "upper_factor", torch.float64),
+        ("sparsegpt", linalg, "upper_factor", torch.bfloat16),
+        ("obc", linalg, "inverse", torch.float64),
+        ("magnitude", torch.linalg, "cholesky_ex", torch.float64),
+        ("wanda", torch.linalg, "cholesky_ex", torch.float64),
+    ],
+)
+def test_solve_many_factorises_the_hessian_once(solver, owner, function, dtype, monkeypatch):
+    calls, original = [], getattr(owner, function)
+    monkeypatch.setattr(owner, function, lambda *matrices, **places: calls.append(1) or original(*matrices, **places))
+    hessian = random_problem(4, 16, dtype=dtype).hessian
+    problems = [iobs.Quadratic(hessian, torch.randn(3, 16).to(dtype)) for _ in range(3)]
+    damping = 0.0 if owner is torch.linalg else 0.01
+    solve_many(problems, [iobs.NM(2, 4)] * 3, solver, damping=damping)
     assert len(calls) == 1
 
 

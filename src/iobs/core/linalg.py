@@ -124,16 +124,27 @@ def _solve_by_cholesky(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
         start += len(rows)
         if size == 0:
             continue
-        # Columns of the support come first, then padding. Padded entries become rows of the identity.
+        # Columns of the support come first, then padding.
         indices = (~mask[rows]).to(torch.int8).sort(dim=1, stable=True).indices[:, :size]
         real = mask[rows].gather(1, indices)
-        systems = hessian[indices[:, :, None], indices[:, None, :]]
-        systems *= real[:, :, None] & real[:, None, :]
-        systems.diagonal(dim1=1, dim2=2).add_((~real).double())
         right = (linear[rows].gather(1, indices) * real)[:, :, None]
-        values = torch.cholesky_solve(right, cholesky(systems))[:, :, 0] * real
+        values = torch.cholesky_solve(right, cholesky(padded_systems(hessian, indices, real)))[:, :, 0] * real
         solution[rows] = torch.zeros_like(linear[rows]).scatter_(1, indices, values)
     return solution
+
+
+def padded_systems(matrix: Tensor, indices: Tensor, real: Tensor) -> Tensor:
+    """Square parts of a matrix on the supports of some rows, (rows, n, n); padding becomes rows of the identity.
+
+    Args:
+        matrix: (d, d).
+        indices: (rows, n), columns of each support in any order.
+        real: boolean (rows, n), False where an index is padding.
+    """
+    systems = matrix[indices[:, :, None], indices[:, None, :]]
+    systems *= real[:, :, None] & real[:, None, :]
+    systems.diagonal(dim1=1, dim2=2).add_((~real).to(systems.dtype))
+    return systems
 
 
 def masked_conjugate_gradients(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,48 +51,11 @@ _LARGE = 2048  # columns from which memory decides how a centre is computed
 _ROWS = 512  # rows of one part of it
 
 
-class HessianOperator(Protocol):
-    """Symmetric positive semi-definite (d, d) matrix given by its products, not by its entries."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix, (d, d)."""
-        ...
-
-    def matmul(self, vectors: Tensor) -> Tensor:
-        """Rows of `vectors` times the matrix, (..., d) -> (..., d)."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """Diagonal of the matrix, (d,)."""
-        ...
-
-
-@dataclass(frozen=True)
-class DenseHessian:
-    """Dense (d, d) matrix as a `HessianOperator`."""
-
-    matrix: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the matrix, (d, d)."""
-        return self.matrix.shape[0], self.matrix.shape[1]
-
-    def matmul(self, vectors: Tensor) -> Tensor:
-        """Rows of `vectors` times the matrix."""
-        return vectors @ self.matrix
-
-    def diagonal(self) -> Tensor:
-        """Diagonal of the matrix, (d,)."""
-        return self.matrix.diagonal()
-
-
 class Quadratic:
     """Quadratic q(v) = 1/2 v H v^T - b v^T for every row v of a (rows, d) matrix. Immutable; all rows share H.
 
     Args:
-        hessian: (d, d) symmetric positive semi-definite tensor, or a `HessianOperator`.
+        hessian: (d, d) symmetric positive semi-definite tensor.
         linear: (rows, d), the rows b. None for a centred problem, whose linear term anchor H is computed on demand.
         anchor: (rows, d), the weights that damping pulls towards: the current weights of a layer, or the current
             iterate. Not part of q. Default: the centre H^-1 b.
@@ -105,7 +68,7 @@ class Quadratic:
 
     def __init__(
         self,
-        hessian: Tensor | HessianOperator,
+        hessian: Tensor,
         linear: Tensor | None,
         anchor: Tensor | None = None,
         centred: bool = False,
@@ -113,8 +76,7 @@ class Quadratic:
         _require_tensors(hessian, linear=linear, anchor=anchor)
         # Weights of a layer are parameters that require gradients; nothing here is differentiated. A Hessian without
         # gradients stays the same object, because problems that share it are recognised by its identity.
-        differentiable = isinstance(hessian, Tensor) and hessian.requires_grad
-        self.hessian = hessian.detach() if differentiable else hessian  # type: ignore[union-attr]
+        self.hessian = hessian.detach() if hessian.requires_grad else hessian
         self.anchor = None if anchor is None else anchor.detach()
         self.centred = centred
         self._linear = None if linear is None else linear.detach()
@@ -151,7 +113,7 @@ class Quadratic:
         assert rows is not None
         return rows
 
-    def _with(self, hessian: Tensor | HessianOperator, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
+    def _with(self, hessian: Tensor, linear: Tensor | None, anchor: Tensor | None) -> Quadratic:
         """Make a problem from changed tensors without checking them; a changed Hessian gets a new cache of factors."""
         changed = object.__new__(Quadratic)
         changed.hessian, changed._linear, changed.anchor, changed.centred = hessian, linear, anchor, self.centred
@@ -165,14 +127,13 @@ class Quadratic:
         return shared
 
     @classmethod
-    def at(cls, centre: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
+    def at(cls, centre: Tensor, hessian: Tensor) -> Quadratic:
         """Quadratic with a given centre: 1/2 (v - c) H (v - c)^T up to a constant.
 
         The layer problem min ||W X - V X||^2 is `at(W, X X^T)`.
         """
         _require_tensors(hessian, centre=centre)
-        centre = centre.to(hessian.dtype) if isinstance(hessian, Tensor) else centre
-        return cls(hessian, None, centre, centred=True)
+        return cls(hessian, None, centre.to(hessian.dtype), centred=True)
 
     @classmethod
     def stack(cls, problems: Sequence[Quadratic]) -> Quadratic:
@@ -197,7 +158,7 @@ class Quadratic:
         """Linear term b of every row, (rows, d)."""
         if self._linear is None:
             assert self.anchor is not None
-            self._linear = self.operator.matmul(self.anchor)
+            self._linear = self.anchor @ self.hessian
         return self._linear
 
     @property
@@ -211,23 +172,15 @@ class Quadratic:
         return self._defining_rows.device
 
     @classmethod
-    def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor | HessianOperator) -> Quadratic:
+    def newton(cls, point: Tensor, gradient: Tensor, hessian: Tensor) -> Quadratic:
         """Second-order model of a smooth f at `point` (paper, eq. WT-iter). Its centre is the Newton point."""
         _require_tensors(hessian, point=point, gradient=gradient)
-        return cls(hessian, _operator(hessian).matmul(point) - gradient, point)
-
-    @property
-    def operator(self) -> HessianOperator:
-        """The Hessian as a `HessianOperator`."""
-        return _operator(self.hessian)
+        return cls(hessian, point @ hessian - gradient, point)
 
     @property
     def matrix(self) -> Tensor:
-        """The Hessian as a dense (d, d) tensor; an operator is multiplied with the identity."""
-        if isinstance(self.hessian, Tensor):
-            return self.hessian
-        identity = torch.eye(self.hessian.shape[0], dtype=self.dtype, device=self.device)
-        return self.hessian.matmul(identity)
+        """The Hessian, (d, d)."""
+        return self.hessian
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -237,7 +190,7 @@ class Quadratic:
     def loss(self, weight: Tensor) -> Tensor:
         """q of every row, (rows,) in float64 for a problem of any dtype."""
         weight = weight.double()
-        product = _double_product(weight, self.hessian, self.dtype)
+        product = weight @ self.hessian.double()
         if self.centred:  # (v / 2 - c) H v^T needs one product with H, not two
             assert self.anchor is not None
             return ((0.5 * weight - self.anchor.double()) * product).sum(1)
@@ -245,7 +198,7 @@ class Quadratic:
 
     def gradient(self, weight: Tensor) -> Tensor:
         """Gradient V H - B of q at every row, (rows, d)."""
-        return self.operator.matmul(weight) - self.linear
+        return weight @ self.hessian - self.linear
 
     def damped(self, amount: float) -> Quadratic:
         """Add the proximal term 1/2 amount ||v - anchor||^2: H becomes H + amount I and b becomes b + amount anchor."""
@@ -271,7 +224,7 @@ class Quadratic:
         return torch.cat([solve(part.double()).to(part.dtype) for part in parts])
 
     def to(self, dtype: torch.dtype) -> Quadratic:
-        """The same problem in another dtype, with a dense Hessian; unchanged if the dtype is already right."""
+        """The same problem in another dtype; unchanged if the dtype is already right."""
         if dtype == self.dtype == self.matrix.dtype:
             return self
         anchor = None if self.anchor is None else self.anchor.to(dtype)
@@ -367,26 +320,15 @@ def _substituted(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def _require_tensors(hessian: object, **rows: object) -> None:
-    wrong = {"Hessian": hessian} if not hasattr(hessian, "matmul") else {}
-    wrong |= {name: value for name, value in rows.items() if not (value is None or isinstance(value, Tensor))}
-    for name, value in wrong.items():
+    for name, value in {"Hessian": hessian, **rows}.items():
+        if isinstance(value, Tensor) or (value is None and name != "Hessian"):
+            continue
         raise ProblemError(f"The {name} must be a torch tensor, got {type(value).__name__}; torch.as_tensor makes one.")
 
 
 def _is_finite(tensor: Tensor) -> bool:
     """True if all entries are finite; a finite sum proves it without a second pass."""
     return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def _operator(hessian: Tensor | HessianOperator) -> HessianOperator:
-    return DenseHessian(hessian) if isinstance(hessian, Tensor) else hessian
-
-
-def _double_product(rows: Tensor, hessian: Tensor | HessianOperator, dtype: torch.dtype) -> Tensor:
-    """Rows times the Hessian in float64; an operator multiplies in the dtype of its problem."""
-    if isinstance(hessian, Tensor):
-        return rows @ hessian.double()
-    return hessian.matmul(rows.to(dtype)).double()
 
 
 # ---- Bias of every row as a free variable, eliminated from a quadratic

@@ -15,7 +15,7 @@ from iobs.core.quadratic import Quadratic
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods.base import Method, State
-from iobs.optimize.methods.best_known import WithinBounds
+from iobs.optimize.methods.best_known import BestKnown
 from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
@@ -188,7 +188,7 @@ def _method(method: str | Method) -> Method:
 def _bounded(method: str | Method, bounds: Bounds) -> Method:
     if method != "auto":
         raise ProblemError('Bounds on the coefficients work with method="auto" only; leave the method out.')
-    return WithinBounds(bounds)
+    return BestKnown(bounds=bounds)
 
 
 def _require_finite(problem: Problem) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,9 +71,9 @@ def solve(
         NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping, or q is unbounded
             below along a column where the Hessian is zero and b is not.
     """
-    choices = _choices(family_of(pattern), solver, refine, damping, budget, name, options)
+    tools = _tools(family_of(pattern), solver, refine, damping, budget, options)
     with full_precision():
-        (solution,) = _solve_all([quadratic], [pattern], quadratic, choices)
+        (solution,) = _solve_all([quadratic], [pattern], quadratic, tools, damping, name)
     return solution
 
 
@@ -116,56 +117,46 @@ def solve_many(
     families = [family_of(pattern) for pattern in patterns]
     if any(family is not families[0] for family in families):
         raise ProblemError("Problems that are solved together need patterns of one kind: entries, grids or Groups.")
-    choices = _choices(families[0], solver, refine, damping, budget, name, options)
+    tools = _tools(families[0], solver, refine, damping, budget, options)
     with full_precision():
-        return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), choices)
+        return _solve_all(quadratics, patterns, Quadratic.stack(quadratics).sharing(), tools, damping, name)
 
 
-@dataclass(frozen=True)
-class _Choices:
-    """Checked arguments of `solve` that all problems of one call share.
+class _Tools(NamedTuple):
+    """What solves and improves all problems of one call, and whether masks hold whole columns."""
 
-    Attributes:
-        family: solvers and checks of the kind of pattern.
-        solver: the solver instance.
-        refinement: the refinement instance, or None.
-        damping: relative to the mean of the Hessian's diagonal, not negative.
-        name: of the problem, for warnings and errors.
-    """
-
-    family: SolverFamily
     solver: Solver
     refinement: Refinement | None
-    damping: float
-    name: str
+    whole_columns: bool
 
 
-def _choices(
+def _tools(
     family: SolverFamily,
     solver: str | Solver | None,
     refine: str | Refinement | None,
     damping: float,
     budget: Budget,
-    name: str,
     options: dict[str, object],
-) -> _Choices:
+) -> _Tools:
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
     chosen = _solver(family, family.default if solver is None else solver, budget, options)
-    return _Choices(family, chosen, _refinement(family, refine), damping, name)
+    return _Tools(chosen, _refinement(family, refine), family.whole_columns)
 
 
 def _solve_all(
-    quadratics: Sequence[Quadratic], patterns: Sequence[Pattern], stacked: Quadratic, choices: _Choices
+    quadratics: Sequence[Quadratic],
+    patterns: Sequence[Pattern],
+    stacked: Quadratic,
+    tools: _Tools,
+    damping: float,
+    name: str,
 ) -> list[Solution]:
     """Solve all problems with the least of the tried dampings for which no factorisation fails."""
     for quadratic, pattern in zip(quadratics, patterns, strict=True):
         if 0 in quadratic.shape:
-            raise ProblemError(
-                f"{choices.name} has no {'columns' if quadratic.shape[0] else 'rows'}: nothing to solve."
-            )
+            raise ProblemError(f"{name} has no {'columns' if quadratic.shape[0] else 'rows'}: nothing to solve.")
         require_fit(pattern, quadratic.shape)
-    damping, name = choices.damping, choices.name
     live, dead = _without_dead_columns(_computable(stacked))
     mean = _mean_curvature(live)
     units = [_unit(quadratic, pattern) for quadratic, pattern in zip(quadratics, patterns, strict=True)]
@@ -174,10 +165,10 @@ def _solve_all(
             split = _split(live.damped(damping * mean), quadratics)
             pairs = zip(split, units, strict=True)
             problems = [problem if unit == 1 else problem.in_units(unit) for problem, unit in pairs]
-            solutions = [choices.solver(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
-            if choices.refinement is not None:
+            solutions = [tools.solver(problem, pattern) for problem, pattern in zip(problems, patterns, strict=True)]
+            if tools.refinement is not None:
                 unrefined = zip(problems, patterns, solutions, strict=True)
-                solutions = [choices.refinement(*each) for each in unrefined]
+                solutions = [tools.refinement(*each) for each in unrefined]
             break
         except NotPositiveDefiniteError as error:
             if attempt == _RAISES:
@@ -191,7 +182,7 @@ def _solve_all(
             )
             damping = raised
     triples = zip(quadratics, solutions, units, strict=True)
-    whole = choices.family.whole_columns
+    whole = tools.whole_columns
     return [_finished(quadratic, solution, unit, dead, damping, whole) for quadratic, solution, unit in triples]
 
 
@@ -308,7 +299,7 @@ def _power(size: float) -> float:
 
 
 def _mean_curvature(quadratic: Quadratic) -> float:
-    return float(quadratic.operator.diagonal().double().mean())
+    return float(quadratic.matrix.diagonal().double().mean())
 
 
 def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | None]:
@@ -316,7 +307,7 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
 
     Decoupled columns have zero saliency, so solvers keep entries of live columns of the same group instead.
     """
-    diagonal = quadratic.operator.diagonal()
+    diagonal = quadratic.matrix.diagonal()
     dead = diagonal == 0
     if not bool(dead.any()):
         return quadratic, None

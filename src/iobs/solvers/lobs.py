@@ -71,9 +71,7 @@ def _multipliers(inverse: Tensor, centre: Tensor, mask: Tensor, saliency: Tensor
     for first in range(0, len(centre), size):
         rows = slice(first, first + size)
         index, there = order[rows], real[rows]
-        systems = inverse[index[:, :, None], index[:, None, :]]
-        systems.masked_fill_(~(there[:, :, None] & there[:, None, :]), 0)
-        systems.diagonal(dim1=1, dim2=2).add_((~there).double())
+        systems = linalg.padded_systems(inverse, index, there)
         right = (centre[rows].gather(1, index) * there)[:, :, None]
         steps = torch.linalg.solve_triangular(systems.tril_(), right, upper=False)[:, :, 0]
         multipliers[rows].scatter_(1, index, steps)

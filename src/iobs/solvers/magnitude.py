@@ -40,5 +40,5 @@ class Wanda:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Set the entries of the centre with the least saliency to zero."""
         centre = problem.centre()
-        scores = centre.square() * problem.operator.diagonal()
+        scores = centre.square() * problem.matrix.diagonal()
         return Solution.of(problem, centre, top_mask(scores, pattern))

@@ -109,7 +109,13 @@ def eliminate(current: Tensor, factor: Tensor, mask: Tensor) -> None:
         factor: (n, n) upper triangular R, contiguous.
         mask: boolean (rows, n), contiguous, True where an entry is kept.
     """
-    (eliminate_numba if current.device.type == "cpu" else eliminate_torch)(current, factor, mask)
+    if current.device.type != "cpu":
+        eliminate_torch(current, factor, mask)
+        return
+    from iobs.solvers.kernels import eliminate_numba as kernel
+
+    arrays = current.numpy(), factor.numpy(), mask.numpy()
+    over_rows(lambda start, stop: kernel.eliminate(start, stop, *arrays), len(current))
 
 
 def eliminate_groups(current: Tensor, factor: Tensor, mask: Tensor, keep: int, of: int) -> None:
@@ -124,8 +130,13 @@ def eliminate_groups(current: Tensor, factor: Tensor, mask: Tensor, keep: int, o
         keep: entries kept in each group.
         of: columns in each group.
     """
-    chosen = eliminate_groups_numba if current.device.type == "cpu" else eliminate_groups_torch
-    chosen(current, factor, mask, keep, of)
+    if current.device.type != "cpu":
+        eliminate_groups_torch(current, factor, mask, keep, of)
+        return
+    from iobs.solvers.kernels import eliminate_numba as kernel
+
+    arrays = current.numpy(), factor.numpy(), mask.numpy()
+    over_rows(lambda start, stop: kernel.eliminate_groups(start, stop, *arrays, keep, of), len(current))
 
 
 def eliminate_torch(current: Tensor, factor: Tensor, mask: Tensor) -> None:
@@ -149,19 +160,3 @@ def _remove_column(current: Tensor, factor: Tensor, kept: Tensor, i: int) -> Non
     error = torch.where(kept, torch.zeros_like(current[:, i]), current[:, i] / factor[i, i])
     current[:, i + 1 :].addr_(error, factor[i, i + 1 :], alpha=-1)
     current[:, i] *= kept
-
-
-def eliminate_numba(current: Tensor, factor: Tensor, mask: Tensor) -> None:
-    """Numba form of `eliminate`."""
-    from iobs.solvers.kernels import eliminate_numba as kernel
-
-    arrays = current.numpy(), factor.numpy(), mask.numpy()
-    over_rows(lambda start, stop: kernel.eliminate(start, stop, *arrays), len(current))
-
-
-def eliminate_groups_numba(current: Tensor, factor: Tensor, mask: Tensor, keep: int, of: int) -> None:
-    """Numba form of `eliminate_groups`."""
-    from iobs.solvers.kernels import eliminate_numba as kernel
-
-    arrays = current.numpy(), factor.numpy(), mask.numpy()
-    over_rows(lambda start, stop: kernel.eliminate_groups(start, stop, *arrays, keep, of), len(current))

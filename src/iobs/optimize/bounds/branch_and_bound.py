@@ -33,7 +33,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.bounds.components import screened
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
-from iobs.optimize.bounds.tree import Node, QuadraticArrays, Tree
+from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Indices
@@ -78,7 +78,7 @@ class Certificate:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProofLimits:
     """When to stop: at a relative `gap`, `seconds` after `begun` (on `time.perf_counter`), or after `max_nodes`."""
 
     gap: float
@@ -97,7 +97,7 @@ def relative_gap(lower: float, upper: float) -> float:
 
 
 def summarised(
-    lower: float, fit: Fit, start: float, limits: Limits, nodes: int, margin: float, reason: str, *, complete: bool
+    lower: float, fit: Fit, start: float, limits: ProofLimits, nodes: int, margin: float, reason: str, *, complete: bool
 ) -> Certificate:
     """The certificate of the best fit, given a proved lower bound and f(0); `complete`: no support is left to try."""
     upper, seconds = fit.value, limits.elapsed()
@@ -159,22 +159,22 @@ def certify(
     if np.setdiff1d(fit.support, problem.forced).size > k:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if objective.dimension > DENSE_LIMIT:
-        return _certify_screened(problem, fit, Limits(gap, begun, seconds, max_nodes))
-    search = _Search(QuadraticArrays(problem), fit, Limits(gap, begun, seconds, max_nodes))
-    search.begin()
-    if search.singular:
-        search.enumerate_all()
-    certificate = search.run(_FIRST_SHARE)
+        return _certify_screened(problem, fit, ProofLimits(gap, begun, seconds, max_nodes))
+    tree = CertificateTree(QuadraticArrays(problem), fit, ProofLimits(gap, begun, seconds, max_nodes))
+    tree.begin()
+    if tree.singular:
+        tree.enumerate_all()
+    certificate = tree.run(_FIRST_SHARE)
     if certificate.closed or problem.size == 0 or not np.isfinite(certificate.lower):
         return certificate
-    if not search.singular and search.enumerate_all():
-        return search.run(1.0)
-    lower, margin = _bound_in_boxes(search.quadratic, certificate, begun + 0.9 * seconds)
-    search.raise_bound(lower, margin)
-    return search.run(1.0)
+    if not tree.singular and tree.enumerate_all():
+        return tree.run(1.0)
+    lower, margin = _bound_in_boxes(tree.quadratic, certificate, begun + 0.9 * seconds)
+    tree.raise_bound(lower, margin)
+    return tree.run(1.0)
 
 
-def _certify_screened(problem: Problem, fit: Fit, limits: Limits) -> Certificate:
+def _certify_screened(problem: Problem, fit: Fit, limits: ProofLimits) -> Certificate:
     """The certificate of a problem whose H is too large to store, by what a screening of its components leaves."""
     start = problem.at_zero[0]
     if problem.size == 0:
@@ -214,7 +214,7 @@ def _bound_in_boxes(quadratic: QuadraticArrays, certificate: Certificate, deadli
     return boxes.lower(certificate.lower, certificate.upper, deadline)
 
 
-class _Search(Tree):
+class CertificateTree(SupportTree):
     """Best-first branch and bound that can be stopped and continued.
 
     Attributes:
@@ -227,7 +227,7 @@ class _Search(Tree):
 
     _tied_order = -1  # most bounds are equal there, and only small nodes have better ones
 
-    def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: Limits) -> None:
+    def __init__(self, quadratic: QuadraticArrays, fit: Fit, limits: ProofLimits) -> None:
         super().__init__(quadratic, quadratic.count)
         self.best, self.limits = fit, limits
         self.singular, self.reason, self.lower = False, "", -np.inf
@@ -239,21 +239,17 @@ class _Search(Tree):
 
     def begin(self) -> None:
         """Branch on the root; where the Hessian is singular, put a tied root on the heap."""
-        active = self.quadratic.usable
-        if not active.size:
+        if not self.quadratic.usable.size:
             self.lower, self.reason = self.quadratic.start, "there is nothing to choose"
             return
-        root = self.quadratic.root(active, np.isin(active, self.quadratic.problem.forced))
-        if root is not None:
-            self.margin = root[1]
-            self._branch(root[0])
-            return
-        self.singular = True
-        lower, self.margin = self.quadratic.unconstrained()
-        if np.isfinite(lower):
-            self._push(lower, self.quadratic.tied_root(lower))
-        else:
+        root = self._root()
+        self.singular = root is None or root.tied
+        if root is None:
             self.reason = "f may be unbounded below where the Hessian is singular"
+        elif root.tied:
+            self._push(root.value, root)
+        else:
+            self._branch(root)
 
     def enumerate_all(self) -> bool:
         """Try every support if that fits in the limits; return whether it was done."""
@@ -303,22 +299,10 @@ class _Search(Tree):
         inverse = self._inverse(node)
         while True:
             self.nodes += 1
-            saliency = 0.5 * node.centre**2 / inverse.diagonal()
-            node.inside = node.inside | (node.value + saliency > self.limit)
-            if self._ended(node):
+            bound = self._split(node, inverse)
+            if bound is None:
                 return
-            free, removals = np.flatnonzero(~node.inside), node.active.size - self.most
-            if node.bound(saliency, free, removals) > self.limit:
-                return
-            chosen = int(free[np.argmax(saliency[free])])
-            self._exclude(node, inverse, chosen)
-            node.inside = node.inside.copy()
-            node.inside[chosen] = True
-            room = self.most - int(node.inside.sum())
-            if room < 0:
-                return
-            bound = node.bound(saliency, np.flatnonzero(~node.inside), removals)
-            if room > 0 and self.open and bound > self.open[0][0]:
+            if int(node.inside.sum()) < self.most and self.open and bound > self.open[0][0]:
                 node.inverse = inverse
                 self._push(bound, node)
                 return

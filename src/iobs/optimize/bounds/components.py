@@ -67,7 +67,7 @@ def screened(problem: Problem, upper: float, deadline: float) -> Screened:
     objective = problem.objective
     if not isinstance(objective, LeastSquares) or problem.forced.size:
         raise ProblemError("A certificate of so many coordinates needs least squares without forced coordinates.")
-    graph = _Graph.of(problem, deadline)
+    graph = _CouplingGraph.of(problem, deadline)
     number, labels = graph.components()
     rest = graph.outside(labels)
     start, gradient = problem.at_zero
@@ -86,7 +86,7 @@ def screened(problem: Problem, upper: float, deadline: float) -> Screened:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _CouplingGraph:
     """Large entries of H among the usable coordinates, and bounds on the small ones.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Graph:
     base: float
 
     @classmethod
-    def of(cls, problem: Problem, deadline: float) -> _Graph:
+    def of(cls, problem: Problem, deadline: float) -> _CouplingGraph:
         """The graph of a problem, by chunks of the columns of H."""
         usable = np.flatnonzero(problem.candidates).astype(np.int64)
         diagonal = problem.scale[usable] ** 2
@@ -185,7 +185,7 @@ def _base(block: Array, scale: Array, sample_scale: Array, size: int) -> float:
     return _THRESHOLDS[-1]
 
 
-def _minima(graph: _Graph, labels: Indices, number: int, rest: Array, linear: Array) -> Array:
+def _minima(graph: _CouplingGraph, labels: Indices, number: int, rest: Array, linear: Array) -> Array:
     """q_b of every component (number,); -inf where H_b - diag(r_b) is not definite."""
     minima = np.full(number, -np.inf)
     diagonal, linear = graph.diagonal - rest, linear[graph.usable]

@@ -23,7 +23,7 @@ from scipy.linalg import eigh
 
 from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.tree import Node, QuadraticArrays, Tree
+from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
@@ -226,12 +226,12 @@ def rashomon_set(
     auto.compile_stages(objective)
     begun = time.perf_counter()
     first = list(auto.stages(problem))[-1].fit
-    tree = _Tree(QuadraticArrays(problem), first.value, gap, at_most)
+    tree = RashomonTree(QuadraticArrays(problem), first.value, gap, at_most)
     reason = tree.run(begun + seconds, max_members)
     return _result(tree, reason, begun, max_members)
 
 
-class _Tree(Tree):
+class RashomonTree(SupportTree):
     """Best-first branch and bound that keeps every support below the ceiling.
 
     Attributes:
@@ -289,36 +289,21 @@ class _Tree(Tree):
 
     def _begin(self) -> None:
         active = self.quadratic.usable
-        inside = np.isin(active, self.quadratic.problem.forced)
         if active.size == 0 or self.most == 0:
             self._keep(active[:0])
             return
-        root = self.quadratic.root(active, inside)
-        if root is not None:
-            self.margin = root[1]
-            self._push(root[0].value, root[0])
-            return
-        lower, self.margin = self.quadratic.unconstrained()
-        if not np.isfinite(lower):
+        root = self._root()
+        if root is None:
             raise ProblemError("f may be unbounded below where the Hessian is singular; add a ridge.")
-        self._push(lower, self.quadratic.tied_root(lower))
+        self._push(root.value, root)
 
     def _branch(self, node: Node) -> None:
         """Include what must be included, then split on the free coordinate that costs most to exclude."""
         inverse = self._inverse(node)
-        saliency = 0.5 * node.centre**2 / inverse.diagonal()
-        node.inside = node.inside | (node.value + saliency > self.limit)
-        if self._ended(node):
-            return
-        free, removals = np.flatnonzero(~node.inside), node.active.size - self.most
-        if node.bound(saliency, free, removals) > self.limit:
-            return
-        chosen = int(free[np.argmax(saliency[free])])
-        self._exclude(node, inverse, chosen)
-        node.inside = node.inside.copy()
-        node.inside[chosen] = True
-        node.inverse = inverse
-        self._push(node.bound(saliency, np.flatnonzero(~node.inside), removals), node)
+        bound = self._split(node, inverse)
+        if bound is not None:
+            node.inverse = inverse
+            self._push(bound, node)
 
     def _branch_tied(self, node: Node) -> None:
         """Split where the Hessian is singular; go on as usual once it is definite on the active coordinates."""
@@ -382,7 +367,7 @@ class _Tree(Tree):
         self.fits = [fit for fit in self.fits if fit.value <= self.ceiling]
 
 
-def _result(tree: _Tree, reason: str, begun: float, max_members: int) -> RashomonSet:
+def _result(tree: RashomonTree, reason: str, begun: float, max_members: int) -> RashomonSet:
     objective = tree.quadratic.problem.objective
     # Sorted by loss; ties by the indices, so that the order does not depend on the search.
     ordered = sorted((fit for fit in tree.fits if fit.value <= tree.ceiling), key=_by_loss)
@@ -416,7 +401,7 @@ def _member(objective: Objective, fit: Fit, loss: float) -> Member:
     return Member(fit.support, coefficients[fit.support], intercept, loss, increases)
 
 
-def _expanded(tree: _Tree, support: Indices) -> Iterator[Indices]:
+def _expanded(tree: RashomonTree, support: Indices) -> Iterator[Indices]:
     """Every support with the span of `support`, by exchange for equal columns or addition of them."""
     quadratic, forced = tree.quadratic, tree.quadratic.problem.forced
     k = quadratic.problem.size

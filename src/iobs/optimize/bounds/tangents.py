@@ -102,7 +102,7 @@ class Directions:
 
     Attributes:
         images: Z = V H (d, d), with V_jj = 1.
-        own: Z_jj (d,).
+        diagonal: Z_jj (d,).
         rest: h_{k-1} of Z_j without entry j (d,).
         lengths: V_j^T H V_j (d,).
     """
@@ -134,7 +134,7 @@ class Boxes:
         """(bound, margin): f is at least bound - margin on every k-sparse vector; bound is -inf if nothing is proved.
 
         Args:
-            known: a lower bound already known; the search ends early if its first bound is below it.
+            proved: a lower bound already known; the search ends early if its first bound is below it.
             upper: the best value known, the ceiling of all targets.
             deadline: on `time.perf_counter`; the bound proved by then is returned.
         """

@@ -237,7 +237,7 @@ def split_ties(hessian: Array, linear: Array, start: float, inside: Booleans) ->
     return Tied(value, saliency, tie if free[tie] > _UNIQUE else -1)
 
 
-class Tree(ABC):
+class SupportTree(ABC):
     """Best-first branch and bound: the open nodes, and the steps that do not depend on what is searched for.
 
     Attributes:
@@ -290,6 +290,41 @@ class Tree(ABC):
             return np.asarray(np.linalg.inv(block), dtype=np.float64)
         inverse, node.inverse = node.inverse, None
         return inverse
+
+    def _root(self) -> Node | None:
+        """The root node, with the margin of its bounds, tied where the Hessian is singular; None where f has no bound.
+
+        Raises:
+            NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
+        """
+        active = self.quadratic.usable
+        root = self.quadratic.root(active, np.isin(active, self.quadratic.problem.forced))
+        if root is not None:
+            self.margin = root[1]
+            return root[0]
+        lower, self.margin = self.quadratic.unconstrained()
+        return self.quadratic.tied_root(lower) if np.isfinite(lower) else None
+
+    def _split(self, node: Node, inverse: Array) -> float | None:
+        """Split a node on the free coordinate that costs most to exclude, which the node then includes.
+
+        Coordinates that must be included are included first. The child without the coordinate is opened.
+
+        Returns:
+            The bound of the node with the coordinate; None if it needs no further split.
+        """
+        saliency = 0.5 * node.centre**2 / inverse.diagonal()
+        node.inside = node.inside | (node.value + saliency > self.limit)
+        if self._ended(node):
+            return None
+        free, removals = np.flatnonzero(~node.inside), node.active.size - self.most
+        if node.bound(saliency, free, removals) > self.limit:
+            return None
+        chosen = int(free[np.argmax(saliency[free])])
+        self._exclude(node, inverse, chosen)
+        node.inside = node.inside.copy()
+        node.inside[chosen] = True
+        return node.bound(saliency, np.flatnonzero(~node.inside), removals)
 
     def _exclude(self, node: Node, inverse: Array, chosen: int) -> None:
         """Open the child of a node in which the active coordinate at position `chosen` is excluded."""

@@ -262,7 +262,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         self._keep(objective, path.fit)
         if bounds is not None and isinstance(objective, Tabled):
             bounds = bounds.repeated(objective.outputs)
-        self._keep_errors(objective, path.fit if bounds is None else bounds.inside(path.fit), self._sample_count(data))
+        estimated = path.fit if bounds is None else path.fit.strictly_within(bounds)
+        self._keep_errors(objective, estimated, self._sample_count(data))
         if len(path.sizes) > 1:
             self._keep_spread(data, objective)
 
@@ -294,7 +295,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """Standard deviations of the features on the path, for figures in units that can be compared."""
         self._path_features: Indices = np.unique(np.concatenate([entry["support"] for entry in self.path_]))
         if isinstance(objective, LeastSquares) and self.fit_intercept:  # the design of the objective is centred
-            spread = objective.column_squares[self._path_features] / float(data.weights.sum())
+            spread = objective.squares[self._path_features] / float(data.weights.sum())
         else:
             spread = (
                 variances(data.X[:, self._path_features], data.weights, True)
@@ -388,6 +389,15 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         if self.ridge == 0:
             return np.zeros(X.shape[1])
         return self.ridge * variances(X, weights, self.fit_intercept)
+
+    def _loss_options(self, data: Observations) -> dict[str, Any]:
+        """Arguments of a loss with one coefficient a feature."""
+        return {
+            "ridge": self._penalty(data.X, data.weights) if self.ridge else 0.0,
+            "sample_weight": None if (data.weights == 1).all() else data.weights,
+            "forced": () if self.groups is not None else self._forced_features,
+            "offset": data.offset,
+        }
 
     def _sizes(self, choices: int, samples: float) -> list[int]:
         if isinstance(self.k, str):

@@ -107,17 +107,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             # A constant column needs a positive ridge too.
             ridge = max(self.ridge, 1e-8) * np.where(spread > 0, spread, 1.0)
             return Multinomial(X, y, self.classes_.size, ridge=ridge, sample_weight=weights)
-        forced = () if self.groups is not None else self._forced_features
-        ridge = self._penalty(X, weights)
-        return Logistic(
-            X,
-            y,
-            ridge=ridge,
-            intercept=self.fit_intercept,
-            sample_weight=weights,
-            forced=forced,
-            offset=data.offset,
-        )
+        return Logistic(X, y, intercept=self.fit_intercept, **self._loss_options(data))
 
     def _keep(self, objective: Objective, fit: Fit) -> None:
         super()._keep(objective, fit)

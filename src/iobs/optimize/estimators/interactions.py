@@ -71,7 +71,7 @@ class WithProducts(SparseEstimator):
 
     def _names(self) -> list[str]:
         names = super()._names()
-        return [*names, *(f"{names[left]}:{names[right]}" for left, right in self.pairs_.tolist())]
+        return [*names, *(f"{names[first]}:{names[second]}" for first, second in self.pairs_.tolist())]
 
     def _groups(self, objective: Objective, features: int) -> Hierarchy:
         return Hierarchy(objective, self.n_features_in_, self.hierarchy, frozenset(self._forced_features.tolist()))

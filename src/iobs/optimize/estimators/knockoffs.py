@@ -166,9 +166,9 @@ def reconstructability(correlation: Array) -> tuple[Array, Array]:
 
 def difference(estimator: SparseEstimator, features: Array, knockoffs: Array, y: Array, first: Booleans) -> Array:
     """W (d,) of a path over features and knockoffs; `first` (d,) is true where the feature comes first of the two."""
-    left, right = np.where(first, features, knockoffs), np.where(first, knockoffs, features)
+    columns = np.hstack([np.where(first, features, knockoffs), np.where(first, knockoffs, features)])
     model = clone(estimator).set_params(k="aic", thorough=False)
-    model.fit(np.hstack([left, right]), y)
+    model.fit(columns, y)
     size = np.zeros(2 * first.size)
     for entry in model.path_:
         size[entry["support"]] += np.abs(np.atleast_2d(entry["coef"])).max(axis=0)

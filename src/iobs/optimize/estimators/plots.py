@@ -54,14 +54,14 @@ def path_figure(
             return file.getvalue()
 
     figure = PathFigure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    score_axes, axes = figure.subplots(1, 2)
     sizes = [entry["k"] for entry in path]
     errors = np.array([entry["score_error"] for entry in path])
-    _draw_scores(left, sizes, scores, errors, chosen, score)
+    _draw_scores(score_axes, sizes, scores, errors, chosen, score)
     table = _largest_coefficients(path, columns) * spread
-    _draw_coefficients(right, sizes, table, names, chosen)
+    _draw_coefficients(axes, sizes, table, names, chosen)
     if np.ndim(path[0]["coef"]) > 1:
-        right.set_ylabel(f"per standard deviation, largest of a {outputs}")
+        axes.set_ylabel(f"per standard deviation, largest of a {outputs}")
     return figure
 
 

@@ -80,16 +80,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         return FAMILIES.get(self.loss, LeastSquares)
 
     def _objective(self, data: Observations) -> Objective:
-        forced = () if self.groups is not None else self._forced_features
-        objective = self._family()(
-            data.X,
-            data.y,
-            ridge=self._penalty(data.X, data.weights) if self.ridge else 0.0,
-            intercept=self.fit_intercept,
-            sample_weight=None if (data.weights == 1).all() else data.weights,
-            forced=forced,
-            offset=data.offset,
-        )
+        objective = self._family()(data.X, data.y, intercept=self.fit_intercept, **self._loss_options(data))
         if callable(self.loss) and isinstance(objective, (LeastSquares, Logistic)):  # `predict` takes exp of the margin
             name = type(objective).__name__
             other = 'give loss="squared"' if isinstance(objective, LeastSquares) else "use SparseClassifier"

@@ -136,19 +136,8 @@ class SparseCox(SparseEstimator):
         return replace(table, rows=table.rows[:-1])
 
     def _objective(self, data: Observations) -> Cox:
-        forced = () if self.groups is not None else self._forced_features
         times, events = data.y.T
-        ridge = self._penalty(data.X, data.weights)
-        return Cox(
-            data.X,
-            times,
-            events,
-            ties=self.ties,
-            ridge=ridge,
-            sample_weight=data.weights,
-            forced=forced,
-            offset=data.offset,
-        )
+        return Cox(data.X, times, events, ties=self.ties, **self._loss_options(data))
 
     def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
         times, events = data.y.T

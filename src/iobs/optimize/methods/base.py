@@ -35,18 +35,10 @@ class State:
     message: str = ""
 
 
-def state_at(
-    problem: Problem,
-    theta: Array | None,
-    *,
-    memory: Any = None,
-    done: bool = False,
-    busy: bool = False,
-    message: str = "",
-) -> State:
-    """The state at theta, or at zero if theta is None."""
+def state_at(problem: Problem, theta: Array | None, **details: Any) -> State:
+    """The state at theta, or at zero if theta is None; the details are further attributes of `State`."""
     theta = np.zeros(problem.dimension) if theta is None else theta
-    return State(theta, *problem.objective.value_and_gradient(theta), memory, done, busy, message)
+    return State(theta, *problem.objective.value_and_gradient(theta), **details)
 
 
 class Method(Protocol):

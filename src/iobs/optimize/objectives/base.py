@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from copy import copy
+from functools import cached_property
+from typing import Protocol, Self
 
 import numpy as np
 
-from iobs.optimize.objectives.design import Array, Design, Indices
+from iobs.errors import NonFiniteError
+from iobs.optimize.objectives.design import Array, DenseDesign, Design, Indices
 
 
 class Objective(Protocol):
@@ -78,13 +81,31 @@ class DesignObjective(Objective, Protocol):
 
     Attributes:
         design: X as the objective uses it.
+        weights: of the samples (n,); ones where they are in the design already.
         ridge: weight of 1/2 theta_j^2 of every coordinate (d,).
         outputs: number of coefficients that a column of X has.
     """
 
     design: Design
+    weights: Array
     ridge: Array
     outputs: int = 1
+
+    @cached_property
+    def squares(self) -> Array:
+        """sum_i w_i X_ij^2 of every column, by one pass over X, which also checks that X is finite.
+
+        Raises:
+            NonFiniteError: X holds NaN or infinity.
+        """
+        squares = self.design.squares(self.weights)
+        bad = np.flatnonzero(~np.isfinite(squares))
+        if bad.size:
+            raise NonFiniteError(
+                f"Column {bad[0]} of the design matrix holds NaN, infinity or numbers too large to square "
+                f"({bad.size} such columns); remove or impute those entries first."
+            )
+        return squares
 
     @property
     def rank(self) -> int:
@@ -95,3 +116,16 @@ class DesignObjective(Objective, Protocol):
         """Rows and columns of a Hessian, the ridge added where they meet on the diagonal."""
         rows = np.arange(self.dimension) if rows is None else rows
         return np.asarray(block + np.where(rows[:, None] == support[None, :], self.ridge[support][None, :], 0.0))
+
+    def restricted(self, support: Indices) -> Self:
+        """The same loss on the columns in `support`, with all coordinates of each."""
+        columns = support if self.outputs == 1 else support[:: self.outputs] // self.outputs
+        part = copy(self)
+        part.design = DenseDesign(np.asfortranarray(self.design.columns(columns)))
+        part.dimension, part.forced = support.size, np.zeros(0, np.int64)
+        part.ridge, part.squares = self.ridge[support], self.squares[columns]
+        return part
+
+    def constant_coordinates(self) -> Indices:
+        """Coordinates of zero columns without ridge."""
+        return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)

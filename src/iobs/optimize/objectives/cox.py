@@ -10,7 +10,6 @@ So f, its gradient and products with its Hessian cost O(n) beyond products with 
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from iobs.errors import ProblemError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.base import DesignObjective, Objective
+from iobs.optimize.objectives.base import DesignObjective
 from iobs.optimize.objectives.design import BLOCK_ELEMENTS, Array, Indices, MatrixLike, VectorLike
 
 _UNDERFLOW = 1e-290  # sums of hazards relative to the largest hazard, below which f counts as infinite
@@ -136,8 +135,7 @@ class Cox(DesignObjective):
         self.ridge = designs.ridge_vector(ridge, design.shape[1])
         self.forced = designs.forced_columns(forced, design.shape[1])
         self.dimension = design.shape[1]
-        self.squares = self.design.squares(weights)
-        centring.require_finite_columns(self.squares)
+        _ = self.squares
 
     def _at(self, theta: Array) -> tuple[float, Array, Array, Array]:
         """(f, w exp(m) sorted, S, weights of the terms)."""
@@ -209,15 +207,3 @@ class Cox(DesignObjective):
             means = self.risk.sums(mass[:, None] * columns) / sums[:, None]
             diagonal[part] += (mass * rates) @ columns**2 - terms @ means**2
         return np.maximum(diagonal, 0.0)
-
-    def restricted(self, support: Indices) -> Objective:
-        """The same loss on the columns in `support`."""
-        part = copy(self)
-        part.design = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
-        part.ridge, part.squares = self.ridge[support], self.squares[support]
-        part.forced, part.dimension = np.zeros(0, np.int64), support.size
-        return part
-
-    def constant_coordinates(self) -> Indices:
-        """Constant columns without ridge."""
-        return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,19 @@ class Design(Protocol):
         ...
 
 
+class StoredDesign:
+    """A design whose entries are stored: `matrix` is X (n, d)."""
+
+    matrix: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+
 @dataclass(frozen=True)
-class DenseDesign:
+class DenseDesign(StoredDesign):
     """A NumPy array, float32 or float64, in any memory order; never copied.
 
     Attributes:
@@ -74,11 +85,6 @@ class DenseDesign:
 
     matrix: Floats
     known_squares: Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, d)."""
-        return self.matrix.shape[0], self.matrix.shape[1]
 
     def matvec(self, vector: Array) -> Array:
         """X v; for a sparse v only the columns that it needs are read."""
@@ -123,7 +129,7 @@ class DenseDesign:
         return DenseDesign(self.matrix[rows])
 
 
-class SparseDesign:
+class SparseDesign(StoredDesign):
     """A scipy.sparse matrix, stored by columns."""
 
     def __init__(self, matrix: sp.sparray | sp.spmatrix) -> None:
@@ -132,11 +138,6 @@ class SparseDesign:
             self.matrix = self.matrix.copy()
             self.matrix.sum_duplicates()
         self._rows = self.matrix.T  # X^T by rows, a view: products with it read the columns of X
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, d)."""
-        return self.matrix.shape[0], self.matrix.shape[1]
 
     def matvec(self, vector: Array) -> Array:
         """X v; for a sparse v only the columns that it needs are read."""
@@ -180,15 +181,10 @@ class SparseDesign:
 
 
 @dataclass(frozen=True)
-class TorchDesign:
+class TorchDesign(StoredDesign):
     """A torch tensor on any device; products run there, vectors are returned as NumPy arrays."""
 
     matrix: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, d)."""
-        return self.matrix.shape[0], self.matrix.shape[1]
 
     def _there(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.matrix.device, self.matrix.dtype)

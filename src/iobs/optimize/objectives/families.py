@@ -18,6 +18,7 @@ from scipy.optimize import brentq
 from scipy.special import expit, gammaln, psi, xlogy
 
 from iobs.errors import ProblemError
+from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
 from iobs.optimize.objectives.linear import LinearModel
@@ -54,7 +55,11 @@ class Family(LinearModel):
         if rows is not None:
             design, target, weights = design.samples(rows), target[rows], weights[rows]
             self.offset = None if self.offset is None else self.offset[rows]
-        self._set_up(design, target, weights, ridge, intercept, forced)
+        penalty, always = designs.ridge_vector(ridge, design.shape[1]), designs.forced_columns(forced, design.shape[1])
+        if intercept:  # the last coordinate
+            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
+            design, self.mean = centring.with_intercept(design, weights)
+        super().__init__(design, target, weights, penalty, always)
 
     @abstractmethod
     def _accepted(self, target: Array) -> Array:

@@ -2,8 +2,7 @@
 
     f(theta) = sum_i w_i l(x_i^T theta, y_i) + 1/2 sum_j ridge_j theta_j^2
 
-All vectors are float64 NumPy arrays. A d x d array is formed only by `hessian_block` on all d coordinates and by
-`rough_hessian`.
+All vectors are float64 NumPy arrays. A d x d array is formed only by `hessian_block` on all d coordinates.
 
 The intercept is exact. Least squares centres the data. The other models carry the intercept as a last coordinate that
 is always in the support, not counted in k and without ridge (`Objective.forced`). With an intercept the columns are
@@ -17,14 +16,14 @@ import math
 from abc import abstractmethod
 from copy import copy
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from iobs.errors import NonFiniteError
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
-from iobs.optimize.objectives.base import DesignObjective, Objective
+from iobs.optimize.objectives.base import DesignObjective
 from iobs.optimize.objectives.design import Array, Design, Indices, MatrixLike, VectorLike
 
 
@@ -42,24 +41,7 @@ class LinearModel(DesignObjective):
         self.ridge = ridge
         self.forced = forced
         self.dimension = design.shape[1]
-        self._column_squares: Array | None = None
-
-    def _set_up(
-        self,
-        design: Design,
-        target: Array,
-        weights: Array,
-        ridge: float | VectorLike,
-        intercept: bool,
-        forced: npt.ArrayLike | None,
-    ) -> None:
-        """Initialise; an intercept becomes the last coordinate."""
-        penalty, always = designs.ridge_vector(ridge, design.shape[1]), designs.forced_columns(forced, design.shape[1])
-        if intercept:
-            always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
-            design, self.mean = centring.with_intercept(design, weights)
-        LinearModel.__init__(self, design, target, weights, penalty, always)
-        _ = self.column_squares
+        _ = self.squares
 
     @abstractmethod
     def losses(self, margin: Array) -> Array:
@@ -95,25 +77,7 @@ class LinearModel(DesignObjective):
         """
         return 2 * loss
 
-    @property
-    def column_squares(self) -> Array:
-        """sum_i w_i X_ij^2, (d,), by one pass over X, which also checks that X is finite.
-
-        Raises:
-            NonFiniteError: X holds NaN or infinity.
-        """
-        if self._column_squares is None:
-            squares = self.design.squares(self.weights)
-            bad = np.flatnonzero(~np.isfinite(squares))
-            if bad.size:
-                raise NonFiniteError(
-                    f"Column {bad[0]} of the design matrix holds NaN, infinity or numbers too large to square "
-                    f"({bad.size} such columns); remove or impute those entries first."
-                )
-            self._column_squares = squares
-        return self._column_squares
-
-    def minibatch(self, rows: Indices) -> LinearModel:
+    def minibatch(self, rows: Indices) -> Self:
         """The objective of the samples in `rows`, with repetitions and a share of the ridge.
 
         Samples of weight zero are left out of families, and not counted by `rows`.
@@ -123,7 +87,6 @@ class LinearModel(DesignObjective):
         part.design, part.target, part.weights = self.design.samples(rows), self.target[rows], self.weights[rows]
         part.offset = None if self.offset is None else self.offset[rows]
         part.ridge = self.ridge * (rows.size / self.design.shape[0])
-        part._column_squares = None
         for name in [name for name in vars(part) if isinstance(getattr(type(part), name, None), cached_property)]:
             delattr(part, name)  # computed from all samples
         return part
@@ -169,15 +132,6 @@ class LinearModel(DesignObjective):
         designs.add_to_diagonal(block, self.ridge[support])
         return block
 
-    def rough_hessian(self, theta: Array) -> npt.NDArray[np.float32]:
-        """H (d, d) in float32, at half the cost."""
-        half = np.sqrt(self.sample_curvature(theta))[:, None] * self.design.columns(np.arange(self.dimension))
-        with np.errstate(over="ignore", invalid="ignore"):
-            single = half.astype(np.float32)
-            block = single.T @ single
-            designs.add_to_diagonal(block, self.ridge.astype(np.float32))
-        return block
-
     def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
         """H_:Q, or only the rows in `rows`."""
         weighted = self.sample_curvature(theta)[:, None] * self.design.columns(support)
@@ -191,21 +145,15 @@ class LinearModel(DesignObjective):
         """diag H."""
         return self.design.squares(self.sample_curvature(theta)) + self.ridge
 
-    def constant_coordinates(self) -> Indices:
-        """Zero columns without ridge."""
-        return np.flatnonzero((self.column_squares == 0) & (self.ridge == 0)).astype(np.int64)
-
     def split(self, theta: Array) -> tuple[Array, float]:
         """The coefficients of the features, and the intercept."""
         if self.mean is None:
             return theta, 0.0
         return theta[:-1], float(theta[-1] - self.mean @ theta[:-1])
 
-    def restricted(self, support: Indices) -> Objective:
+    def restricted(self, support: Indices) -> Self:
         """The same loss on the columns in `support`."""
-        part = copy(self)
-        columns = designs.DenseDesign(np.asfortranarray(self.design.columns(support)))
-        LinearModel.__init__(part, columns, self.target, self.weights, self.ridge[support], np.zeros(0, np.int64))
+        part = super().restricted(support)
         part.mean = None
         return part
 
@@ -263,7 +211,6 @@ class LeastSquares(LinearModel):
             designs.ridge_vector(ridge, columns),
             designs.forced_columns(forced, columns),
         )
-        _ = self.column_squares
 
     def losses(self, margin: Array) -> Array:
         """1/2 (y - m)^2."""
@@ -290,7 +237,7 @@ class LeastSquares(LinearModel):
 
     def hessian_diagonal(self, theta: Array) -> Array:
         """Sums of squares of the columns + ridge, computed once."""
-        return self.column_squares + self.ridge
+        return self.squares + self.ridge
 
     def hessian_block(self, theta: Array, support: Indices) -> Array:
         """X_Q^T X_Q + ridge."""
@@ -299,25 +246,18 @@ class LeastSquares(LinearModel):
         designs.add_to_diagonal(block, self.ridge[support])
         return block
 
-    def minibatch(self, rows: Indices) -> LeastSquares:
+    def minibatch(self, rows: Indices) -> Self:
         """See `LinearModel.minibatch`; weights and centring are in the data already."""
         part = super().minibatch(rows)
-        assert isinstance(part, LeastSquares)
         part.by_gram = None
         part.root = None if self.root is None else self.root[rows]
         return part
 
-    def restricted(self, support: Indices) -> Objective:
+    def restricted(self, support: Indices) -> Self:
         """The same loss on the columns in `support`; weights and centring are in the data already."""
         part = super().restricted(support)
-        assert isinstance(part, LeastSquares)
         part.by_gram = part.root = None
         return part
-
-    def dispersion(self, theta: Array, freedom: float) -> float:
-        """Residual sum of squares by degree of freedom; NaN without any."""
-        residual = self.slopes(self.margin(theta))
-        return float(residual @ residual) / freedom if freedom > 0 else math.nan
 
     def deviance(self, loss: float, samples: float) -> float:
         """n log(RSS / n)."""

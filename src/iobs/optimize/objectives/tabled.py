@@ -6,7 +6,6 @@ A feature has one coefficient per class or response, which form a group of coord
 from __future__ import annotations
 
 from abc import abstractmethod
-from copy import copy
 from typing import Self
 
 import numpy as np
@@ -24,10 +23,7 @@ class Tabled(DesignObjective):
 
     Attributes:
         outputs: C, the number of classes or responses.
-        squares: weighted sums of squares of the columns of the design.
     """
-
-    squares: Array
 
     @property
     def groups(self) -> list[Indices]:
@@ -51,13 +47,8 @@ class Tabled(DesignObjective):
 
     def restricted(self, support: Indices) -> Self:
         """f on some features; the support must hold all coordinates of each, and the forced ones."""
-        features = support[:: self.outputs] // self.outputs
-        assert (support.reshape(-1, self.outputs)[:, 0] == features * self.outputs).all(), "whole features only"
-        part = copy(self)
-        part.design = designs.DenseDesign(np.asfortranarray(self.design.columns(features)))
-        part.dimension = support.size
+        part = super().restricted(support)
         part.forced = np.flatnonzero(np.isin(support, self.forced)).astype(np.int64)
-        part.ridge, part.squares = self.ridge[support], self.squares[features]
         return part
 
     def split(self, theta: Array) -> tuple[Array, float]:
@@ -111,8 +102,8 @@ class MultiResponse(Tabled):
         self.dimension = design.shape[1] * self.outputs
         self.forced = np.zeros(0, np.int64)
         self.ridge = np.repeat(designs.ridge_vector(ridge, design.shape[1]), self.outputs)
-        self.squares = self.design.squares(np.ones(design.shape[0]))
-        centring.require_finite_columns(self.squares)
+        self.weights = np.ones(design.shape[0])  # they are in the design and the target
+        _ = self.squares
 
     def table(self, theta: Array) -> tuple[Array, Array]:
         """The coefficients of every response (C, d) and their constants (C,)."""
@@ -136,9 +127,9 @@ class MultiResponse(Tabled):
     def hessian_columns(self, theta: Array, support: Indices, rows: Indices | None = None) -> Array:
         """H_:Q, or only the rows in `rows`; responses do not interact."""
         rows = np.arange(self.dimension) if rows is None else rows
-        left, where = np.unique(rows // self.outputs, return_inverse=True)
-        right, place = np.unique(support // self.outputs, return_inverse=True)
-        gram = self.design.columns(left).T @ self.design.columns(right)
+        row_columns, where = np.unique(rows // self.outputs, return_inverse=True)
+        columns, place = np.unique(support // self.outputs, return_inverse=True)
+        gram = self.design.columns(row_columns).T @ self.design.columns(columns)
         same = (rows % self.outputs)[:, None] == (support % self.outputs)[None, :]
         block = same * gram[np.ix_(where, place)]
         return self.with_ridge(block, rows, support)
@@ -194,8 +185,7 @@ class Multinomial(Tabled):
         self.forced = np.arange(self.dimension - classes, self.dimension)
         # A tiny ridge on the intercepts only fixes their common shift.
         self.ridge = np.repeat(np.append(penalty, 1e-12 * self.weights.sum()), classes)
-        self.squares = self.design.squares(self.weights)
-        centring.require_finite_columns(self.squares)
+        _ = self.squares
 
     def table(self, theta: Array) -> tuple[Array, Array]:
         """The coefficients of every class (C, d) and their constants (C,), which sum to 0."""
@@ -230,11 +220,11 @@ class Multinomial(Tabled):
         """H_:Q, or only the rows in `rows`."""
         rows = np.arange(self.dimension) if rows is None else rows
         p = self.probabilities(theta)
-        left, right = (self.design.columns(index // self.outputs) for index in (rows, support))
+        at_rows, at_support = (self.design.columns(index // self.outputs) for index in (rows, support))
         row_class, column_class = rows % self.outputs, support % self.outputs
-        weighted = self.weights[:, None] * right * p[:, column_class]
+        weighted = self.weights[:, None] * at_support * p[:, column_class]
         same = row_class[:, None] == column_class[None, :]
-        block = same * (left.T @ weighted) - (left * p[:, row_class]).T @ weighted
+        block = same * (at_rows.T @ weighted) - (at_rows * p[:, row_class]).T @ weighted
         return self.with_ridge(block, rows, support)
 
     def hessian_diagonal(self, theta: Array) -> Array:

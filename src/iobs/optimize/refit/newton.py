@@ -6,16 +6,19 @@ method on the k variables of the support, which needs only k x k matrices.
 Where every column of the Hessian takes a differentiation (functions of torch), early steps are solved by a few
 conjugate gradients. The last refit of a support starts from one block of the Hessian and updates it by the gradients on
 the way (BFGS). So a step takes one gradient, and the steps converge superlinearly.
+
+Within bounds Newton's method moves the coordinates that are free to move, and is projected onto the bounds (Bertsekas
+1982). For a quadratic it ends at the exact minimiser once the coordinates at their bounds no longer change.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.linalg.lapack import dposv, dpotrf, dpotri, sposv
 
-from iobs.optimize.curvature.models import conjugate_gradients
+from iobs.optimize.curvature.models import QuadraticObjective, conjugate_gradients
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Floats, Indices, add_to_diagonal
@@ -23,6 +26,7 @@ from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.gram import GramLeastSquares
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.refit import kernels
+from iobs.optimize.refit.within import Bounds
 
 _JITTER = 1e-12  # relative to the diagonal: makes systems with duplicate columns solvable
 
@@ -42,6 +46,11 @@ class Fit:
     theta: Array
     value: float
     gradient: Array
+
+    def strictly_within(self, bounds: Bounds) -> Fit:
+        """The fit with only those coordinates in its support that are not at a bound: the others are not estimated."""
+        theta, limits = self.theta[self.support], bounds.extended(self.theta.size).on(self.support)
+        return replace(self, support=self.support[(theta > limits.lower) & (theta < limits.upper)])
 
 
 def newton_direction(hessian: Floats, gradient: Array) -> Array:
@@ -241,6 +250,7 @@ def refit(
     *,
     steps: int | None = None,
     block: Array | None = None,
+    bounds: Bounds | None = None,
 ) -> Fit:
     """Minimise f over vectors that are zero outside `support`.
 
@@ -250,15 +260,22 @@ def refit(
         start: first guess (d,); zero if not given.
         steps: largest number of Newton steps, for an inexact fit; None iterates to the minimiser.
         block: H_QQ near the start (k, k), if known; used where every column of the Hessian takes a differentiation.
+        bounds: of all coordinates; f must be convex for the result to be the minimiser within them.
     """
+    if bounds is not None:
+        theta = np.zeros(objective.dimension)
+        if support.size:
+            limits = bounds.on(support)
+            first = limits.clip(np.zeros(support.size) if start is None else start[support])
+            theta[support] = _minimise_within(_restricted(objective, support), first, limits)
+        return Fit(support, theta, *objective.value_and_gradient(theta))
     if support.size and isinstance(objective, TorchObjective):
         first = np.zeros(objective.dimension) if start is None else start
         if steps is None:
             return refit_exactly(objective, support, first, block=block)
         return refit_loosely(objective, support, first, steps=steps)[0]
     theta = refitted(objective, support, start, steps=steps)
-    value, gradient = objective.value_and_gradient(theta)
-    return Fit(support, theta, value, gradient)
+    return Fit(support, theta, *objective.value_and_gradient(theta))
 
 
 def refitted(objective: Objective, support: Indices, start: Array | None = None, *, steps: int | None = None) -> Array:
@@ -341,7 +358,7 @@ def minimise_on_all(objective: Objective, start: Array, *, steps: int = 50) -> A
             decrease = -float(gradient @ direction)
             if decrease > _CHORD * previous and decrease <= 1e-13 * abs(value):
                 break  # even a fresh Hessian gives no progress: the rest is rounding
-        step = _halve_until_descent(objective, theta, value, direction, decrease)
+        step = _descend(objective, (theta, value, gradient), direction)
         if step is None:
             if fresh:
                 break
@@ -354,17 +371,71 @@ def minimise_on_all(objective: Objective, start: Array, *, steps: int = 50) -> A
     return theta
 
 
-def _halve_until_descent(
-    objective: Objective, theta: Array, value: float, direction: Array, decrease: float
+def _descend(
+    objective: Objective, point: tuple[Array, float, Array], direction: Array, bounds: Bounds | None = None
 ) -> tuple[Array, float, Array] | None:
-    rounding = 1e-15 * max(abs(value), 1e-300)
+    """The first point of the steps 1, 1/2, 1/4, ... that lowers f enough; None if there is none.
+
+    Args:
+        objective: f.
+        point: theta (d,), f and its gradient (d,) there; the result has the same form.
+        direction: of the steps (d,).
+        bounds: of the coordinates, onto which steps are projected.
+    """
+    theta, value, gradient = point
+    rounding, decrease = 1e-15 * max(abs(value), 1e-300), -float(gradient @ direction)
     length = 1.0
     for _ in range(kernels.HALVINGS):
-        trial = theta + length * direction
+        trial, expected = theta + length * direction, length * decrease
+        if bounds is not None:
+            trial = bounds.clip(trial)
+            expected = float(gradient @ (theta - trial))
         trial_value, trial_gradient = objective.value_and_gradient(trial)
-        if np.isfinite(trial_value) and trial_value <= value - 1e-4 * length * decrease + rounding:
+        uphill = bounds is not None and expected < 0  # a projected step may be one where a shorter one is not
+        if np.isfinite(trial_value) and not uphill and trial_value <= value - 1e-4 * expected + rounding:
             return trial, trial_value, trial_gradient
-        if length * decrease <= rounding:
+        if expected <= rounding and not uphill:
             return None
         length *= 0.5
     return None
+
+
+_BOUNDED_STEPS = 200  # most Newton steps within bounds, each of which may move coordinates to or from their bounds
+
+
+def _restricted(objective: Objective, support: Indices) -> Objective:
+    """f on a support, all other coordinates zero; by the Gram matrix where f is given by it."""
+    if isinstance(objective, GramLeastSquares):
+        block = objective.hessian_block(np.zeros(objective.dimension), support)
+        return QuadraticObjective(block, objective.linear[support], constant=objective.constant)
+    return objective.restricted(support)
+
+
+def _minimise_within(objective: Objective, theta: Array, bounds: Bounds) -> Array:
+    """Minimise f within bounds on all coordinates, from a point within them."""
+    value, gradient = objective.value_and_gradient(theta)
+    if not np.isfinite(value):
+        theta = np.zeros_like(theta)
+        value, gradient = objective.value_and_gradient(theta)
+    everything = np.arange(theta.size)
+    block = objective.hessian_block(theta, everything)
+    for _ in range(_BOUNDED_STEPS):
+        stuck = ((theta <= bounds.lower) & (gradient >= 0)) | ((theta >= bounds.upper) & (gradient <= 0))
+        free = ~stuck
+        if not free.any():
+            break
+        if not objective.quadratic:
+            block = objective.hessian_block(theta, everything)
+        direction = np.zeros_like(theta)
+        direction[free] = newton_direction(block[np.ix_(free, free)], gradient[free])
+        step = _descend(objective, (theta, value, gradient), direction, bounds)
+        if step is None or step[1] >= value:
+            steepest = np.where(free, -gradient / np.maximum(np.abs(block.diagonal()), 1e-300), 0.0)
+            step = _descend(objective, (theta, value, gradient), steepest, bounds) or step
+        if step is None:
+            break
+        change, fall = np.abs(step[0] - theta).max(), value - step[1]
+        theta, value, gradient = step[0], min(value, step[1]), step[2]
+        if fall <= 1e-15 * abs(value) and change <= 1e-12 * np.abs(theta).max(initial=0.0):
+            break
+    return theta

@@ -1,24 +1,13 @@
-"""The minimiser of f on a given support within bounds on its coefficients.
-
-Newton's method on the coordinates that are free to move, projected onto the bounds (Bertsekas 1982). For a quadratic it
-ends at the exact minimiser once the coordinates at their bounds no longer change.
-"""
+"""Bounds on the coefficients; `newton.refit` minimises f within them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.curvature.models import QuadraticObjective
-from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
-from iobs.optimize.objectives.gram import GramLeastSquares
-from iobs.optimize.refit.newton import Fit, newton_direction
-
-_STEPS = 200
-_HALVINGS = 40
 
 
 @dataclass(frozen=True)
@@ -61,15 +50,19 @@ class Bounds:
         """The bounds of a table of coefficients: those of a feature for each of its `outputs` coefficients."""
         return Bounds(np.repeat(self.lower, outputs), np.repeat(self.upper, outputs))
 
-    def clip(self, theta: Array, support: Indices) -> Array:
-        """Values on a support (k,), moved into their bounds."""
-        return np.clip(theta, self.lower[support], self.upper[support])
+    def on(self, support: Indices) -> Bounds:
+        """The bounds of the coordinates in a support."""
+        return Bounds(self.lower[support], self.upper[support])
 
-    def inside(self, fit: Fit) -> Fit:
-        """The fit with only those coordinates in its support that are not at a bound: the others are not estimated."""
-        theta, bounds = fit.theta[fit.support], self.extended(fit.theta.size)
-        free = (theta > bounds.lower[fit.support]) & (theta < bounds.upper[fit.support])
-        return replace(fit, support=fit.support[free])
+    def promised(self, theta: Array, gradient: Array, curvature: Array) -> Array:
+        """The decrease that a step of each coordinate alone promises within its bounds, by slope and curvature (d,)."""
+        curvature = np.maximum(curvature, 1e-300)
+        step = self.clip(theta - gradient / curvature) - theta
+        return np.asarray(np.maximum(-(gradient + 0.5 * curvature * step) * step, 0.0))
+
+    def clip(self, theta: Array) -> Array:
+        """Values, moved into their bounds."""
+        return np.clip(theta, self.lower, self.upper)
 
 
 def _vector(values: float | VectorLike | None, name: str, features: int, free: float) -> Array:
@@ -80,74 +73,3 @@ def _vector(values: float | VectorLike | None, name: str, features: int, free: f
         raise ProblemError(f"{name} holds NaN; use infinity where there is no bound.")
     _ = as_vector(np.where(np.isfinite(array), array, 0.0), name, features)  # the length
     return array
-
-
-def refit_within(objective: Objective, support: Indices, bounds: Bounds, start: Array | None = None) -> Fit:
-    """Minimise f over vectors within the bounds that are zero outside `support`.
-
-    Args:
-        objective: f, convex for the result to be the minimiser.
-        support: coordinates that may be non-zero (k,).
-        bounds: of all coordinates.
-        start: first guess (d,); zero if not given.
-    """
-    theta = np.zeros(objective.dimension)
-    if support.size:
-        first = bounds.clip(np.zeros(support.size) if start is None else start[support], support)
-        theta[support] = _minimise(_restricted(objective, support), first, bounds, support)
-    value, gradient = objective.value_and_gradient(theta)
-    return Fit(support, theta, value, gradient)
-
-
-def _restricted(objective: Objective, support: Indices) -> Objective:
-    if isinstance(objective, GramLeastSquares):
-        block = objective.hessian_block(np.zeros(objective.dimension), support)
-        return QuadraticObjective(block, objective.linear[support], constant=objective.constant)
-    return objective.restricted(support)
-
-
-def _minimise(part: Objective, theta: Array, bounds: Bounds, support: Indices) -> Array:
-    value, gradient = part.value_and_gradient(theta)
-    if not np.isfinite(value):
-        theta = bounds.clip(np.zeros_like(theta), support)
-        value, gradient = part.value_and_gradient(theta)
-    everything = np.arange(theta.size)
-    block = part.hessian_block(theta, everything)
-    for _ in range(_STEPS):
-        low, high = bounds.lower[support], bounds.upper[support]
-        free = ~(((theta <= low) & (gradient >= 0)) | ((theta >= high) & (gradient <= 0)))
-        if not free.any():
-            break
-        if not part.quadratic:
-            block = part.hessian_block(theta, everything)
-        direction = np.zeros_like(theta)
-        direction[free] = newton_direction(block[np.ix_(free, free)], gradient[free])
-        steepest = np.where(free, -gradient / np.maximum(np.abs(block.diagonal()), 1e-300), 0.0)
-        better_step = _step(part, theta, value, gradient, direction, bounds, support)
-        if better_step is None or better_step[1] >= value:
-            better_step = _step(part, theta, value, gradient, steepest, bounds, support) or better_step
-        if better_step is None:
-            break
-        moved, better, slope = better_step
-        change = np.abs(moved - theta).max()
-        ended = value - better <= 1e-15 * abs(value) and change <= 1e-12 * np.abs(moved).max(initial=0.0)
-        theta, value, gradient = moved, min(value, better), slope
-        if ended:
-            break
-    return theta
-
-
-def _step(
-    part: Objective, theta: Array, value: float, gradient: Array, direction: Array, bounds: Bounds, support: Indices
-) -> tuple[Array, float, Array] | None:
-    """The first of the projected steps of length 1, 1/2, 1/4, ... that lowers f enough; None if there is none."""
-    rounding = 1e-15 * max(abs(value), 1e-300)
-    length = 1.0
-    for _ in range(_HALVINGS):
-        moved = bounds.clip(theta + length * direction, support)
-        expected = float(gradient @ (theta - moved))
-        trial, slope = part.value_and_gradient(moved)
-        if np.isfinite(trial) and expected >= 0 and trial <= value - 1e-4 * expected + rounding:
-            return moved, trial, slope
-        length *= 0.5
-    return None

@@ -56,7 +56,6 @@ _WORK_LIMIT = 4e8  # most multiplications of one iteration of adaptive damping
 # Most products with H for the Newton point of larger problems, by conjugate gradients to a residual of 1e-6.
 _NEWTON_PRODUCTS = 300
 _ROUGH_DAMPING = 0.2  # relative residual of the eigenvalue; its own error is about the square
-_ROUGH = 1e-5  # largest residual of the Newton equations, relative and scaled, that is accepted from single precision
 _GRAM_ACCURACY = 1e-8  # below this share of f(0) the Gram matrix no longer tells values of f apart
 _PASSING_LIMIT = 4_000_000  # most entries of a design for message passing, which reads it hundreds of times
 
@@ -216,7 +215,7 @@ def _newton_support(swapper: Swapper, best: Fit) -> Fit:
     if problem.dimension <= gram_search.NEWTON_LIMIT and not problem.expensive_columns and not costly:
         if problem.damping is None and objective.rank >= problem.dimension:
             # H is definite and takes only one factorisation.
-            centre = best.theta + _newton_direction(swapper, best)
+            centre = best.theta + newton_direction(swapper.hessian(best), best.gradient)
         else:
             centre = FullHessian().model(problem, best.theta, best.gradient).centre()
     else:
@@ -228,19 +227,6 @@ def _newton_support(swapper: Swapper, best: Fit) -> Fit:
         return best
     fit = refit(objective, support, best.theta)
     return fit if fit.value < best.value else best
-
-
-def _newton_direction(swapper: Swapper, fit: Fit) -> Array:
-    """-H^-1 g, in single precision if that solves the system well enough to rank coordinates."""
-    problem, objective = swapper.problem, swapper.problem.objective
-    if swapper.latest is not None and swapper.latest[0] is fit.theta:
-        return newton_direction(swapper.latest[1], fit.gradient)
-    if isinstance(objective, LinearModel) and not objective.quadratic:
-        direction = newton_direction(objective.rough_hessian(fit.theta), fit.gradient)
-        residual = objective.hessian_product(fit.theta, direction) + fit.gradient
-        if np.abs(residual / problem.scale).max() <= _ROUGH * np.abs(fit.gradient / problem.scale).max():
-            return direction
-    return newton_direction(objective.hessian_block(fit.theta, np.arange(problem.dimension)), fit.gradient)
 
 
 def _kick(problem: Problem, number: int, best: Fit) -> Fit:

@@ -15,9 +15,9 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import by_gram
 from iobs.optimize.problem import Problem
-from iobs.optimize.refit.newton import Fit
-from iobs.optimize.refit.within import Bounds, refit_within
-from iobs.optimize.search import auto
+from iobs.optimize.refit.newton import Fit, refit
+from iobs.optimize.refit.within import Bounds
+from iobs.optimize.search import auto, pursuits
 
 ALL_TRIED = "1-swap optimal: no exchange of two coordinates lowers f within the bounds"
 SOME_TRIED = "no promising exchange of two coordinates lowers f within the bounds"
@@ -48,19 +48,17 @@ class BoundedSearch:
 
     def fitted(self, support: Indices, start: Array | None = None) -> Fit:
         """The refit on a support within the bounds."""
-        return refit_within(self.problem.objective, np.sort(support).astype(np.int64), self.bounds, start)
+        return refit(self.problem.objective, np.sort(support).astype(np.int64), start, bounds=self.bounds)
 
     def gains(self, fit: Fit) -> Array:
         """The decrease of f that a step of each coordinate outside the support promises (d,); -1 where none may."""
         problem = self.problem
         costly = problem.objective.quadratic or problem.expensive_columns
         curvature = problem.scale**2 if costly else problem.objective.hessian_diagonal(fit.theta)
-        curvature = np.maximum(curvature, 1e-300)
-        step = np.clip(-fit.gradient / curvature, self.bounds.lower, self.bounds.upper)
-        gain = -(fit.gradient + 0.5 * curvature * step) * step
+        gain = self.bounds.promised(fit.theta, fit.gradient, curvature)
         gain[~problem.candidates] = -1.0
         gain[fit.support] = -1.0
-        return np.asarray(gain)
+        return gain
 
     def extended(self, fit: Fit) -> Fit:
         """Add the most promising coordinates one by one, up to k; fewer where none can lower f."""
@@ -148,7 +146,7 @@ def stages(problem: Problem, bounds: Bounds, start: Array | None = None) -> Iter
 
 def _proposals(search: BoundedSearch, problem: Problem, empty: Fit, start: Array | None) -> Iterator[tuple[str, Fit]]:
     if start is not None:
-        support = problem.top(np.abs(start) * problem.scale, min(problem.size, int(np.count_nonzero(start))))
+        support = pursuits.support_of(problem, start)
         yield "start", search.improved(search.extended(search.fitted(support, start)))
     yield "forward selection", search.improved(search.extended(empty))
     free = list(auto.stages(problem))[-1].fit
@@ -157,7 +155,7 @@ def _proposals(search: BoundedSearch, problem: Problem, empty: Fit, start: Array
 
 def _on_data(objective: Objective, fit: Fit, bounds: Bounds) -> Fit:
     """A fit by the Gram matrix, fitted on the data; any other fit unchanged."""
-    return fit if by_gram(objective) is None else refit_within(objective, fit.support, bounds, fit.theta)
+    return fit if by_gram(objective) is None else refit(objective, fit.support, fit.theta, bounds=bounds)
 
 
 def bounded_path(

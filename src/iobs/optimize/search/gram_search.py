@@ -37,21 +37,6 @@ _LIMIT = 1000  # most exchanges for one k
 
 
 @njit(cache=True, nogil=True)
-def _positions(inside: Booleans) -> Indices:
-    """The sorted positions of the true entries; compiles faster than `np.flatnonzero`."""
-    count = 0
-    for j in range(inside.size):
-        count += inside[j]
-    positions = np.empty(count, dtype=np.int64)
-    count = 0
-    for j in range(inside.size):
-        if inside[j]:
-            positions[count] = j
-            count += 1
-    return positions
-
-
-@njit(cache=True, nogil=True)
 def _marked(size: int, support: Indices) -> Booleans:
     """(size,) true on the support."""
     inside = np.zeros(size, dtype=np.bool_)
@@ -83,7 +68,7 @@ def _top(problem: GramProblem, scores: Array, count: int) -> Indices:
     inside = _marked(scores.size, problem.forced)
     for j in _largest(scores, problem.candidates, count):
         inside[j] = True
-    return _positions(inside)
+    return np.flatnonzero(inside)
 
 
 @njit(cache=True, nogil=True)
@@ -93,16 +78,6 @@ def _slopes(problem: GramProblem, gradient: Array) -> Array:
     for j in range(gradient.size):
         slope[j] = abs(gradient[j]) / problem.scale[j]
     return slope
-
-
-@njit(cache=True, nogil=True)
-def _same(first: Indices, second: Indices) -> bool:
-    if first.size != second.size:
-        return False
-    different = 0
-    for i in range(first.size):
-        different += first[i] != second[i]
-    return different == 0
 
 
 @njit(cache=True, nogil=True)
@@ -142,7 +117,7 @@ def _pursuit(problem: GramProblem, k: int, steps: int) -> Indices:
             moved[j] = abs(moved[j])
         support = _top(problem, moved, k)
         for past in range(number):
-            if _same(seen[past], support):
+            if np.array_equal(seen[past], support):
                 return best
         for i in range(support.size):
             seen[number, i] = support[i]
@@ -170,7 +145,7 @@ def _merged(problem: GramProblem, k: int, count: int, steps: int) -> Indices:
             slope[j] = 0.0
         for j in _largest(slope, problem.candidates, count):
             inside[j] = True
-        wide = _positions(inside)
+        wide = np.flatnonzero(inside)
         fine, theta, gradient = fitted(problem, wide)
         if not fine:
             return best
@@ -205,16 +180,16 @@ def _kicked(problem: GramProblem, best: Indices, k: int, number: int, draws: Arr
     """A support drawn anew, or the best one with part of it replaced by steep coordinates, as `auto._kick`."""
     if number % 3 == 1 or best.size < k + problem.forced.size:
         inside = _marked(problem.linear.size, problem.forced)
-        for j in _drawn(_positions(problem.candidates), k, draws[0]):
+        for j in _drawn(np.flatnonzero(problem.candidates), k, draws[0]):
             inside[j] = True
-        return _positions(inside)
+        return np.flatnonzero(inside)
     inside = _marked(problem.linear.size, best)
     usable = problem.candidates & ~inside
-    free = _positions(problem.candidates & inside)
+    free = np.flatnonzero(problem.candidates & inside)
     count = max(1, k // (2 + number % 3 // 2))
     for j in _drawn(free, count, draws[0]):
         inside[j] = False
-    kept = _positions(inside)
+    kept = np.flatnonzero(inside)
     fine, _, gradient = fitted(problem, kept)
     slope = _slopes(problem, gradient)
     for j in range(slope.size):
@@ -224,7 +199,7 @@ def _kicked(problem: GramProblem, best: Indices, k: int, number: int, draws: Arr
         return best
     for j in _drawn(pool, count, draws[1]):
         inside[j] = True
-    return _positions(inside)
+    return np.flatnonzero(inside)
 
 
 @njit(cache=True, nogil=True)
@@ -323,14 +298,14 @@ def search(
             proposal = _merged(problem, k, merged, 20)
         else:
             proposal = _kicked(problem, best, k, number - 4, draws[number - 4])
-        if _same(proposal, best):
+        if np.array_equal(proposal, best):
             # A pursuit that ends on the best support without any swap is strong evidence for it.
             agreed += agreements // 2 if number < 4 else 1
             continue
         fine, proposal, new, minimal = improved(problem, proposal)
         if not fine or proposal.size < k + problem.forced.size:
             continue
-        agreed = agreed + 1 if _same(proposal, best) else 0
+        agreed = agreed + 1 if np.array_equal(proposal, best) else 0
         if new < value:
             best, value = proposal, new
         if minimal:

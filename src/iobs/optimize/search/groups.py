@@ -15,7 +15,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.refit.newton import Fit, inverse_block, newton_direction, refit
-from iobs.optimize.refit.within import Bounds, refit_within
+from iobs.optimize.refit.within import Bounds
 
 _ENTERING = 6  # number of entering groups that are tried with each of the `_LEAVING` cheapest leaving groups
 _LEAVING = 4
@@ -94,9 +94,7 @@ def group_path(groups: CoordinateGroups, sizes: list[int], bounds: Bounds | None
 
 def _fitted(groups: CoordinateGroups, chosen: frozenset[int], bounds: Bounds | None, start: Array | None = None) -> Fit:
     support = groups.support(chosen)
-    if bounds is None:
-        return refit(groups.objective, support, start)
-    return refit_within(groups.objective, support, bounds, start)
+    return refit(groups.objective, support, start, bounds=bounds)
 
 
 def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds: Bounds | None) -> list[int]:
@@ -104,7 +102,9 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
 
     The step is Newton's; within bounds it is that of each coordinate alone, and a group without any is left out.
     """
-    promised = None if bounds is None else _promised(groups.objective, fit, bounds)
+    promised = None
+    if bounds is not None:
+        promised = bounds.promised(fit.theta, fit.gradient, groups.objective.hessian_diagonal(fit.theta))
     dead = set(groups.objective.constant_coordinates().tolist())
     gains: list[tuple[float, int]] = []
     for number, members in enumerate(groups.members):
@@ -118,13 +118,6 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
         block = groups.objective.hessian_block(fit.theta, members)
         gains.append((float(slope @ newton_direction(block, slope)), number))
     return [number for _, number in sorted(gains)]
-
-
-def _promised(objective: Objective, fit: Fit, bounds: Bounds) -> Array:
-    """The decrease of f that a step of each coordinate alone promises within its bounds (d,)."""
-    curvature = np.maximum(objective.hessian_diagonal(fit.theta), 1e-300)
-    step = np.clip(fit.theta - fit.gradient / curvature, bounds.lower, bounds.upper) - fit.theta
-    return np.asarray(np.maximum(-(fit.gradient + 0.5 * curvature * step) * step, 0.0))
 
 
 def _leaving(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int]) -> list[int]:

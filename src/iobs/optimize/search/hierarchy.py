@@ -142,7 +142,8 @@ def hierarchical_path(
         seed: seed of random restarts.
         thorough: start from many models for every size.
     """
-    search = _Search(hierarchy, by_gram(hierarchy.objective) or hierarchy.objective, np.random.default_rng(seed))
+    objective = by_gram(hierarchy.objective) or hierarchy.objective
+    search = _HierarchicalSearch(hierarchy, objective, np.random.default_rng(seed))
     chosen: Terms = frozenset()
     fits = []
     for size in sizes:
@@ -152,7 +153,7 @@ def hierarchical_path(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _HierarchicalSearch:
     hierarchy: Hierarchy
     objective: Objective
     rng: np.random.Generator

@@ -158,24 +158,11 @@ def state_at(problem: GramProblem, support: Indices) -> tuple[bool, SwapState]:
 
 
 @njit(cache=True, nogil=True)
-def _ascending(support: Indices) -> Indices:
-    """The sorted support; compiles faster than `np.sort`, and supports are short."""
-    ordered = support.copy()
-    for i in range(1, ordered.size):
-        value, j = ordered[i], i
-        while j > 0 and ordered[j - 1] > value:
-            ordered[j] = ordered[j - 1]
-            j -= 1
-        ordered[j] = value
-    return ordered
-
-
-@njit(cache=True, nogil=True)
 def improved(problem: GramProblem, support: Indices) -> tuple[bool, Indices, float, bool]:
     """Exchange until no swap lowers f: whether all supports had a refit, the support, f, and whether f is minimal."""
     best, value, last = support, np.inf, 0.0
     for _ in range(_LIMIT):
-        fine, state = state_at(problem, _ascending(support))
+        fine, state = state_at(problem, support[np.argsort(support)])
         if not fine:
             return value < np.inf, best, value, False
         new = value_at(problem, state.support, state.theta, state.gradient)
@@ -265,28 +252,15 @@ class SwapState(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def best_swap(
-    inverse: Array,
-    projection: Array,
-    schur: Array,
-    diagonal: Array,
-    gradient: Array,
-    theta: Array,
-    allowed: Array,
-    locked: Booleans,
-) -> tuple[int, int, float]:
+def best_swap(state: SwapState, diagonal: Array) -> tuple[int, int, float]:
     """The exchange with the smallest change of the objective: (position in Q, coordinate, change).
 
     Args:
-        inverse: P (k, k).
-        projection: U (k, m).
-        schur: s (m,).
+        state: the support; its Hessian is not read.
         diagonal: diag H (m,); a curvature far below it is rounding and is ignored.
-        gradient: g (m,).
-        theta: refitted values on Q (k,).
-        allowed: (m,) 1.0 where a coordinate may enter the support, 0.0 elsewhere and on Q.
-        locked: (k,) true where a member of Q must stay.
     """
+    inverse, projection, schur, gradient = state.inverse, state.projection, state.schur, state.gradient
+    theta, allowed, locked = state.theta, state.allowed, state.locked
     k, m = projection.shape
     leaving, entering, least = -1, -1, 0.0
     for i in range(k):
@@ -312,7 +286,8 @@ def best_swap(
 
 @njit(cache=True, nogil=True)
 def exchange(state: SwapState, leaving: int, entering: int) -> None:
-    """Replace the member of Q at position `leaving` by coordinate `entering`; all arrays but `allowed` are updated."""
+    """Replace the member of Q at position `leaving` by coordinate `entering`."""
+    state.allowed[state.support[leaving]], state.allowed[entering] = 1.0, 0.0
     hessian, support, inverse, projection = state.hessian, state.support, state.inverse, state.projection
     schur, gradient, theta = state.schur, state.gradient, state.theta
     k, m = projection.shape
@@ -376,20 +351,9 @@ def swap_until_optimal(state: SwapState, tolerance: float, limit: int) -> int:
     for j in range(diagonal.size):
         diagonal[j] = state.hessian[j, j]
     for count in range(limit):
-        leaving, entering, change = best_swap(
-            state.inverse,
-            state.projection,
-            state.schur,
-            diagonal,
-            state.gradient,
-            state.theta,
-            state.allowed,
-            state.locked,
-        )
+        leaving, entering, change = best_swap(state, diagonal)
         if leaving < 0 or not change < -tolerance or not math.isfinite(change):
             return count
-        state.allowed[state.support[leaving]] = 1.0
-        state.allowed[entering] = 0.0
         exchange(state, leaving, entering)
     return limit
 

@@ -28,8 +28,12 @@ def start(problem: Problem, theta: Array | None = None) -> Fit:
         if not problem.forced.size:
             return Fit(np.zeros(0, np.int64), np.zeros(problem.dimension), *problem.at_zero)
         return refit(problem.objective, np.sort(problem.forced))
-    support = problem.top(np.abs(theta) * problem.scale, min(problem.size, int(np.count_nonzero(theta))))
-    return refit(problem.objective, support, theta)
+    return refit(problem.objective, support_of(problem, theta), theta)
+
+
+def support_of(problem: Problem, theta: Array) -> Indices:
+    """The support of the k largest scaled entries of theta that are not zero, and of the forced coordinates."""
+    return problem.top(np.abs(theta) * problem.scale, min(problem.size, int(np.count_nonzero(theta))))
 
 
 def hard_thresholding_pursuit(problem: Problem, fit: Fit) -> Fit:

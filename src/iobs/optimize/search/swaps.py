@@ -92,20 +92,10 @@ class Swapper:
             return int(kernels.swap_until_optimal(state, tolerance, limit))
         diagonal = state.hessian.diagonal().copy()
         for count in range(limit):
-            leaving, entering, change = kernels.best_swap(
-                state.inverse,
-                state.projection,
-                state.schur,
-                diagonal,
-                state.gradient,
-                state.theta,
-                state.allowed,
-                state.locked,
-            )
+            leaving, entering, change = kernels.best_swap(state, diagonal)
             if leaving < 0 or not change < -tolerance or not np.isfinite(change):
                 return count
             objective.know(np.array([entering]))  # an exchange reads the row of the entering coordinate
-            state.allowed[state.support[leaving]], state.allowed[entering] = 1.0, 0.0
             kernels.exchange(state, leaving, entering)
         return limit
 
@@ -142,20 +132,31 @@ class Swapper:
             hessian = self._block(fit, members)
         support = np.searchsorted(members, fit.support).astype(np.int64)
         rows = hessian[support]
-        inverse = inverse_block(rows[:, support])
-        projection = inverse @ rows
-        allowed = self.problem.candidates[members].astype(np.float64)
-        allowed[support] = 0.0
+        state = self._outside(fit, members, inverse_block(rows[:, support]), rows, hessian.diagonal())
+        state.allowed[support] = 0.0
+        return state._replace(hessian=hessian, support=support)
+
+    def _outside(self, fit: Fit, members: Indices, inverse: Array, rows: Array, diagonal: Array) -> SwapState:
+        """The model without its Hessian: what the best swap with a coordinate of `members` is found from.
+
+        Args:
+            fit: the support Q and the gradient.
+            members: coordinates (m,).
+            inverse: P (k, k).
+            rows: H_Q: on the members (k, m).
+            diagonal: diag H on the members (m,).
+        """
+        projection = np.ascontiguousarray(inverse @ rows)
         return SwapState(
             members=members,
-            hessian=hessian,
-            support=support,
+            hessian=np.zeros((0, 0)),
+            support=fit.support,
             inverse=np.ascontiguousarray(inverse),
-            projection=np.ascontiguousarray(projection),
-            schur=hessian.diagonal() - np.einsum("ij,ij->j", rows, projection),
+            projection=projection,
+            schur=diagonal - np.einsum("ij,ij->j", rows, projection),
             gradient=fit.gradient[members],
             theta=fit.theta[fit.support],
-            allowed=allowed,
+            allowed=self.problem.candidates[members].astype(np.float64),
             locked=np.isin(fit.support, self.problem.forced),
         )
 
@@ -192,27 +193,14 @@ class Swapper:
     def best_pairs(self, fit: Fit) -> list[tuple[int, int, float]]:
         """The best swap in every chunk, best first: (position in the support, new coordinate, change of the model)."""
         objective, support = self.problem.objective, fit.support
-        inverse = np.ascontiguousarray(inverse_block(objective.hessian_block(fit.theta, support)))
+        inverse = inverse_block(objective.hessian_block(fit.theta, support))
         diagonal = self._diagonal(fit)
-        locked = np.isin(support, self.problem.forced)
-        outside = self.problem.candidates.copy()
-        outside[support] = False
-        columns = np.flatnonzero(outside)
+        columns = np.setdiff1d(np.flatnonzero(self.problem.candidates), support)
         pairs = []
         for part in np.array_split(columns, max(1, columns.size * support.size // _CHUNK)):
             rows = objective.hessian_columns(fit.theta, support, part).T
-            projection = np.ascontiguousarray(inverse @ rows)
-            schur = diagonal[part] - np.einsum("ij,ij->j", rows, projection)
-            leaving, entering, change = kernels.best_swap(
-                inverse,
-                projection,
-                schur,
-                diagonal[part],
-                fit.gradient[part],
-                fit.theta[support],
-                np.ones(part.size),
-                locked,
-            )
+            state = self._outside(fit, part, inverse, rows, diagonal[part])
+            leaving, entering, change = kernels.best_swap(state, diagonal[part])
             if leaving >= 0 and change < -self.tolerance * self._size(fit):
                 pairs.append((leaving, int(part[entering]), change))
         return sorted(pairs, key=lambda pair: pair[2])

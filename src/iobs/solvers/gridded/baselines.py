@@ -30,7 +30,7 @@ class RoundToNearest:
         sparse, grid = parts(pattern)
         centre = problem.centre()
         mask = largest(centre, sparse.groups(problem.shape))
-        scales = search_scales(centre, mask, problem.operator.diagonal(), grid, problem.dtype)
+        scales = search_scales(centre, mask, problem.matrix.diagonal(), grid, problem.dtype)
         return on_grid(problem, codes_of(centre * mask, scales, grid), scales, mask, grid)
 
 
@@ -77,7 +77,7 @@ def _one_pass(problem: Quadratic, grid: Grid, groups: Partition, block: int) -> 
     centre = problem.centre().to(dtype)
     scales = torch.ones(len(centre), grid.scales(centre.shape[1]), dtype=dtype, device=centre.device)
     mask = torch.ones_like(centre, dtype=torch.bool)
-    diagonal = problem.operator.diagonal().to(dtype)
+    diagonal = problem.matrix.diagonal().to(dtype)
     # Whole groups of both kinds begin and end with a block.
     unit = groups.size if groups.size < centre.shape[1] else 1
     block = math.lcm(grid.group * max(1, block // grid.group), unit)

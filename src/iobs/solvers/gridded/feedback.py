@@ -129,9 +129,7 @@ def _factors(hessian: Tensor, index: Tensor, real: Tensor, exact: Tensor) -> Ten
     They are computed in the dtype of `hessian`, or in that of `exact` if a support is too ill-conditioned.
     """
     for matrix in (hessian, exact):
-        systems = matrix[index[:, :, None], index[:, None, :]]
-        systems *= real[:, :, None] & real[:, None, :]
-        systems.diagonal(dim1=1, dim2=2).add_((~real).to(systems.dtype))
+        systems = linalg.padded_systems(matrix, index, real)
         try:
             return linalg.cholesky(systems.flip(1, 2)).flip(1, 2).to(hessian.dtype)
         except NotPositiveDefiniteError:
@@ -216,7 +214,15 @@ def round_along_paths(lattice: Lattice, paths: int) -> Tensor:
         lattice: the rows.
         paths: prefixes of a row that are kept.
     """
-    return (round_numba if lattice.centre.device.type == "cpu" else round_torch)(lattice, paths)
+    if lattice.centre.device.type != "cpu":
+        return round_torch(lattice, paths)
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    centre, lower, scales = lattice.centre.numpy(), lattice.lower.numpy(), lattice.scales.numpy()
+    arrays = kernel.LatticeArrays(centre, lower, scales, lattice.counts.numpy(), lattice.levels)
+    result = torch.zeros_like(lattice.centre)
+    over_rows(lambda start, stop: kernel.rounded(start, stop, arrays, paths, result.numpy()), len(result))
+    return result
 
 
 def round_torch(lattice: Lattice, paths: int) -> Tensor:
@@ -244,15 +250,3 @@ def round_torch(lattice: Lattice, paths: int) -> Tensor:
     values = centre + error[torch.arange(rows, device=centre.device), best]
     real = torch.arange(n, device=centre.device) < lattice.counts[:, None]
     return torch.where(real, values, torch.zeros_like(values))
-
-
-def round_numba(lattice: Lattice, paths: int) -> Tensor:
-    """Numba form of `round_along_paths`, row by row."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    result = torch.zeros_like(lattice.centre)
-    tensors = lattice.centre, lattice.lower, lattice.scales, lattice.counts, result
-    arrays = [tensor.numpy() for tensor in tensors]
-    loop: Callable[..., None] = kernel.rounded
-    over_rows(lambda start, stop: loop(start, stop, *arrays, lattice.levels, paths), len(result))
-    return result

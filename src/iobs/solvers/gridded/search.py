@@ -101,13 +101,13 @@ class GridSearch:
         width = min(groups.size, problem.shape[1])
         if not is_affordable(mask):
             rounds = state.descend(width, effort)
-            return state.solution(problem, rounds)
+            return state.solution(problem, rounds=rounds)
         order, rounds = feedback_order(wide.matrix), 0
         for number in range(effort.roundings):
             again = state.rounded_again(order, effort.paths)
             rounds += again.descend(width, effort)
             state = state.better(again) if number else again
-        return state.solution(problem, rounds)
+        return state.solution(problem, rounds=rounds)
 
 
 class _GridState:
@@ -149,10 +149,15 @@ class _GridState:
         weight, mask, scales = (torch.where(lower, theirs, ours) for ours, theirs in pairs)
         return _GridState(self.problem, self.grid, weight, mask, scales, self.dtype)
 
-    def solution(self, problem: Quadratic, rounds: int) -> Solution:
-        """Solution of the problem as it was given."""
+    def solution(self, problem: Quadratic, **stats: object) -> Solution:
+        """Solution of the problem in the user's dtype."""
         codes = codes_of(self.weight, self.scales, self.grid)
-        return on_grid(problem, codes, self.scales, self.mask, self.grid, rounds=rounds)
+        return on_grid(problem, codes, self.scales, self.mask, self.grid, **stats)
+
+    def rows(self) -> GridRows:
+        """Weights, gradient, mask and scales for moves, which change them in place."""
+        hessian, scales = self.problem.matrix.contiguous(), self.scales.contiguous()
+        return GridRows(self.weight, self.gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
 
     def descend(self, of: int, effort: Effort) -> int:
         """Lower the loss until it has settled or the rounds end; returns the number of rounds."""
@@ -167,9 +172,7 @@ class _GridState:
         return effort.rounds
 
     def _move(self, of: int, moves: int) -> None:
-        hessian = self.problem.matrix.contiguous()
-        scales = self.scales.contiguous()
-        rows = GridRows(self.weight, self.gradient, self.mask, scales, hessian, self.grid.group, self.grid.levels)
+        rows = self.rows()
         descend_values(rows, _SWEEPS)
         if not moves:
             return
@@ -209,25 +212,16 @@ class QuickGrid:
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Weights on the grid with the exact counts of the pattern."""
         sparse, grid = parts(pattern)
-        groups = sparse.groups(problem.shape)
+        groups, wide = sparse.groups(problem.shape), problem.to(working_dtype(problem))
         if groups.keep == groups.size:
             start = GPTQ()(problem, grid)
-            scales = start.stats["scales"].to(working_dtype(problem))
+            scales = start.stats["scales"].to(wide.dtype)
         else:
             start = ADMM("fast")(problem, sparse)
-            scales = search_scales(
-                start.weight.to(working_dtype(problem)),
-                start.mask,
-                problem.operator.diagonal().to(working_dtype(problem)),
-                grid,
-                problem.dtype,
-            )
-        wide = problem.to(working_dtype(problem))
-        weight = start.weight.to(wide.dtype)
-        weight = (rounded(weight, over_columns(scales, grid, problem.shape[1]), grid.levels) * start.mask).contiguous()
-        mask = start.mask.clone().contiguous()
-        gradient, hessian = wide.gradient(weight).contiguous(), wide.matrix.contiguous()
-        descend_values(
-            GridRows(weight, gradient, mask, scales.contiguous(), hessian, grid.group, grid.levels), _QUICK_SWEEPS
-        )
-        return on_grid(problem, codes_of(weight, scales, grid), scales, mask, grid)
+            diagonal = wide.matrix.diagonal()
+            scales = search_scales(start.weight.to(wide.dtype), start.mask, diagonal, grid, problem.dtype)
+        spread = over_columns(scales, grid, problem.shape[1])
+        weight = rounded(start.weight.to(wide.dtype), spread, grid.levels) * start.mask
+        state = _GridState(wide, grid, weight, start.mask.clone().contiguous(), scales, problem.dtype)
+        descend_values(state.rows(), _QUICK_SWEEPS)
+        return state.solution(problem)

@@ -28,7 +28,7 @@ class GroupWanda:
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Keep whole groups of the centre unchanged."""
-        norm = problem.operator.diagonal().double().sqrt()
+        norm = problem.matrix.diagonal().double().sqrt()
         return _kept(problem, pattern, problem.centre().double().abs().sum(0) * norm)
 
 
@@ -42,7 +42,7 @@ class Flap:
 
     def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
         """Keep whole groups of the centre unchanged."""
-        fluctuation = problem.operator.diagonal().double()
+        fluctuation = problem.matrix.diagonal().double()
         return _kept(problem, pattern, problem.centre().double().square().sum(0) * fluctuation)
 
 

@@ -24,23 +24,18 @@ def improve_weights(hessian: Tensor, linear: Tensor, mask: Tensor, start: Tensor
     """
     if linear.device.type != "cpu":
         return linalg.masked_conjugate_gradients(hessian, linear, mask, start, iterations=iterations)[0]
-    return _numba(hessian, linear, mask, start, iterations)
-
-
-def _numba(hessian: Tensor, linear: Tensor, mask: Tensor, start: Tensor, iterations: int) -> Tensor:
-    from iobs.solvers.kernels import conjugate_numba
+    from iobs.solvers.kernels.conjugate_numba import Iteration, begin, step
 
     solution = start.clone()
     product = solution @ hessian
     residual, direction = torch.empty_like(product), torch.empty_like(product)
-    slope = torch.empty(len(linear), dtype=linear.dtype)
-    scale = 1 / hessian.diagonal()
-    arrays = tuple(tensor.numpy() for tensor in (product, mask, scale.contiguous(), residual, direction, slope))
-    begin, step = conjugate_numba.begin, conjugate_numba.step
-    over_rows(lambda first, last: begin(first, last, linear.numpy(), *arrays), len(linear))
+    slope, scale = torch.empty(len(linear), dtype=linear.dtype), (1 / hessian.diagonal()).contiguous()
+    tensors = solution, product, mask, scale, residual, direction, slope
+    state = Iteration(*(tensor.numpy() for tensor in tensors))
+    over_rows(lambda first, last: begin(first, last, linear.numpy(), state), len(linear))
     for _ in range(iterations):
         torch.mm(direction, hessian, out=product)
-        over_rows(lambda first, last: step(first, last, solution.numpy(), *arrays), len(linear))
+        over_rows(lambda first, last: step(first, last, state), len(linear))
     return solution
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -10,19 +12,22 @@ Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 
 
+class Iteration(NamedTuple):
+    """State of the iteration: a row for each problem; the product is that of the direction with H."""
+
+    solution: Floats
+    product: Floats
+    mask: Bools
+    scale: Floats
+    residual: Floats
+    direction: Floats
+    slope: Floats
+
+
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
-def begin(
-    start: int,
-    stop: int,
-    linear: Floats,
-    product: Floats,
-    mask: Bools,
-    scale: Floats,
-    residual: Floats,
-    direction: Floats,
-    slope: Floats,
-) -> None:
+def begin(start: int, stop: int, linear: Floats, state: Iteration) -> None:
     """First residual and direction, from the product of the initial guess with H."""
+    _, product, mask, scale, residual, direction, slope = state
     for r in range(start, stop):
         total = scale[0] * 0
         for j in range(scale.size):
@@ -34,18 +39,9 @@ def begin(
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
-def step(
-    start: int,
-    stop: int,
-    solution: Floats,
-    product: Floats,
-    mask: Bools,
-    scale: Floats,
-    residual: Floats,
-    direction: Floats,
-    slope: Floats,
-) -> None:
+def step(start: int, stop: int, state: Iteration) -> None:
     """One iteration, from the product of the direction with H; converged rows are not changed."""
+    solution, product, mask, scale, residual, direction, slope = state
     zero = scale[0] * 0
     for r in range(start, stop):
         curvature = zero

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from iobs.solvers.kernels.threads import over_rows
+
+if TYPE_CHECKING:
+    from iobs.solvers.kernels.descend_numba import GridArrays
 
 _WIDE = 1024  # columns from which rows are swept in blocks
 _BLOCK = 256  # columns of a block
@@ -43,10 +46,12 @@ class GridRows:
     group: int
     levels: int
 
-    def arrays(self) -> tuple[Any, ...]:
+    def arrays(self) -> GridArrays:
         """The attributes with tensors as numpy arrays that share their memory."""
-        tensors = self.weight, self.gradient, self.mask, self.scales, self.hessian
-        return (*(tensor.numpy() for tensor in tensors), self.group, self.levels)
+        from iobs.solvers.kernels.descend_numba import GridArrays
+
+        weight, gradient, mask = self.weight.numpy(), self.gradient.numpy(), self.mask.numpy()
+        return GridArrays(weight, gradient, mask, self.scales.numpy(), self.hessian.numpy(), self.group, self.levels)
 
     def spread(self) -> Tensor:
         """Scale of every entry, (rows, d)."""
@@ -60,8 +65,21 @@ class GridRows:
 
 
 def descend_values(rows: GridRows, sweeps: int) -> None:
-    """Set each kept entry in turn to its best value on the grid, for `sweeps` sweeps or until nothing changes."""
-    (descend_values_numba if rows.compiled else descend_values_torch)(rows, sweeps)
+    """Set each kept entry in turn to its best value on the grid, for `sweeps` sweeps or until nothing changes.
+
+    On a CPU, while many values change, wide rows are swept in blocks of columns with one matrix product after each.
+    """
+    if not rows.compiled:
+        descend_values_torch(rows, sweeps)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    if rows.weight.shape[1] >= _WIDE:
+        enough = _DENSE_CHANGES * float(rows.mask.sum())
+        while sweeps and _improvable(rows) > enough:
+            _sweep_in_blocks(rows)
+            sweeps -= 1
+    _over_rows(kernel.values, rows, sweeps)
 
 
 def exchange_entries(rows: GridRows, of: int, candidates: int, limit: int) -> None:
@@ -73,8 +91,12 @@ def exchange_entries(rows: GridRows, of: int, candidates: int, limit: int) -> No
         candidates: kept entries, and removed ones, that are compared in a whole row: those of least change alone.
         limit: largest number of exchanges in a row.
     """
-    form = exchange_entries_numba if rows.compiled else exchange_entries_torch
-    form(rows, of, candidates, limit)
+    if not rows.compiled:
+        exchange_entries_torch(rows, of, candidates, limit)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    _over_rows(kernel.exchanges, rows, of, candidates, limit)
 
 
 def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
@@ -85,7 +107,12 @@ def step_pairs(rows: GridRows, candidates: int, limit: int) -> None:
         candidates: steps of single entries that are compared, those of least change relative to their curvature.
         limit: largest number of moves in a row.
     """
-    (step_pairs_numba if rows.compiled else step_pairs_torch)(rows, candidates, limit)
+    if not rows.compiled:
+        step_pairs_torch(rows, candidates, limit)
+        return
+    from iobs.solvers.kernels import descend_numba as kernel
+
+    _over_rows(kernel.pairs, rows, candidates, limit)
 
 
 def descend_values_torch(rows: GridRows, sweeps: int) -> None:
@@ -202,29 +229,12 @@ def _least(rows: GridRows) -> Tensor:
     return 64 * torch.finfo(rows.weight.dtype).eps * size
 
 
-def descend_values_numba(rows: GridRows, sweeps: int) -> None:
-    """Numba form of `descend_values`.
-
-    While many values change, wide rows are swept in blocks of columns with one matrix product after each block.
-    """
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    columns = rows.weight.shape[1]
-    if columns >= _WIDE:
-        enough = _DENSE_CHANGES * float(rows.mask.sum())
-        while sweeps and _improvable(rows) > enough:
-            _sweep_in_blocks(rows)
-            sweeps -= 1
-    _over_rows(kernel.values, rows, sweeps)
-
-
 def _improvable(rows: GridRows) -> int:
     """The number of values that would change if all others stayed, about those that the next sweep changes."""
     from iobs.solvers.kernels import descend_numba as kernel
 
-    count: Callable[..., None] = kernel.improvable
     arrays, changes = rows.arrays(), torch.zeros(len(rows.weight), dtype=torch.long)
-    over_rows(lambda start, stop: count(start, stop, *arrays, changes.numpy()), len(changes))
+    over_rows(lambda start, stop: kernel.improvable(start, stop, arrays, changes.numpy()), len(changes))
     return int(changes.sum())
 
 
@@ -233,30 +243,14 @@ def _sweep_in_blocks(rows: GridRows) -> None:
     from iobs.solvers.kernels import descend_numba as kernel
 
     count, columns = rows.weight.shape
-    weight, gradient, mask, scales = (tensor.numpy() for tensor in (rows.weight, rows.gradient, rows.mask, rows.scales))
     for first in range(0, columns, _BLOCK):
         span = slice(first, min(first + _BLOCK, columns))
-        hessian = rows.hessian[span, span].contiguous()
+        arrays = rows.arrays()._replace(hessian=rows.hessian[span, span].contiguous().numpy())
         step = torch.empty(count, span.stop - first, dtype=rows.weight.dtype)
-        arrays = weight, gradient, mask, scales, hessian.numpy(), rows.group, rows.levels, first, step.numpy()
-        over_rows(lambda start, stop: kernel.block_values(start, stop, *arrays), count)  # noqa: B023
+        over_rows(lambda start, stop: kernel.block_values(start, stop, arrays, first, step.numpy()), count)  # noqa: B023
         rows.gradient.addmm_(step, rows.hessian[span])
-
-
-def exchange_entries_numba(rows: GridRows, of: int, candidates: int, limit: int) -> None:
-    """Numba form of `exchange_entries`."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    _over_rows(kernel.exchanges, rows, of, candidates, limit)
-
-
-def step_pairs_numba(rows: GridRows, candidates: int, limit: int) -> None:
-    """Numba form of `step_pairs`."""
-    from iobs.solvers.kernels import descend_numba as kernel
-
-    _over_rows(kernel.pairs, rows, candidates, limit)
 
 
 def _over_rows(kernel: Callable[..., None], rows: GridRows, *options: int) -> None:
     arrays = rows.arrays()
-    over_rows(lambda start, stop: kernel(start, stop, *arrays, *options), len(rows.weight))
+    over_rows(lambda start, stop: kernel(start, stop, arrays, *options), len(rows.weight))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -13,6 +13,18 @@ from iobs.solvers.kernels.project_numba import kth_smallest
 Floats = NDArray[np.floating]
 Bools = NDArray[np.bool_]
 Indices = NDArray[np.int64]
+
+
+class GridArrays(NamedTuple):
+    """The attributes of `descend.GridRows`, with tensors as arrays that share their memory."""
+
+    weight: Floats
+    gradient: Floats
+    mask: Bools
+    scales: Floats
+    hessian: Floats
+    group: int
+    levels: int
 
 
 @njit(nogil=True, cache=True)
@@ -83,19 +95,9 @@ def smallest(values: Floats, count: int, indices: Indices) -> int:
 
 
 @njit(nogil=True, cache=True)
-def values(
-    start: int,
-    stop: int,
-    weight: Floats,
-    gradient: Floats,
-    mask: Bools,
-    scales: Floats,
-    hessian: Floats,
-    group: int,
-    levels: int,
-    sweeps: int,
-) -> None:
+def values(start: int, stop: int, rows: GridArrays, sweeps: int) -> None:
     """Rows `start` to `stop` of `descend.descend_values`."""
+    weight, gradient, mask, scales, hessian, group, levels = rows
     top = weight.dtype.type(levels)  # in the dtype of the weights: a wider product would never equal a stored weight
     curvature = _diagonal(hessian)
     for r in range(start, stop):
@@ -110,19 +112,9 @@ def values(
 
 
 @njit(nogil=True, cache=True)
-def improvable(
-    start: int,
-    stop: int,
-    weight: Floats,
-    gradient: Floats,
-    mask: Bools,
-    scales: Floats,
-    hessian: Floats,
-    group: int,
-    levels: int,
-    counts: Indices,
-) -> None:
+def improvable(start: int, stop: int, rows: GridArrays, counts: Indices) -> None:
     """Write the number of values of rows `start` to `stop` that would change if all others stayed."""
+    weight, gradient, mask, scales, hessian, group, levels = rows
     top = weight.dtype.type(levels)
     curvature = _diagonal(hessian)
     for r in range(start, stop):
@@ -134,23 +126,12 @@ def improvable(
 
 
 @njit(nogil=True, cache=True)
-def block_values(
-    start: int,
-    stop: int,
-    weight: Floats,
-    gradient: Floats,
-    mask: Bools,
-    scales: Floats,
-    hessian: Floats,
-    group: int,
-    levels: int,
-    first: int,
-    step: Floats,
-) -> None:
+def block_values(start: int, stop: int, rows: GridArrays, first: int, step: Floats) -> None:
     """Rows `start` to `stop` of one sweep over columns `first` to `first + len(hessian)`.
 
-    `hessian` is that of these columns. `gradient` stays as it is; the changes of the weights are written to `step`.
+    `rows.hessian` is that of these columns. The gradient stays as it is; changes of the weights are written to `step`.
     """
+    weight, gradient, mask, scales, hessian, group, levels = rows
     width = len(hessian)
     top = weight.dtype.type(levels)
     g, curvature = np.empty(width, weight.dtype), _diagonal(hessian)
@@ -165,21 +146,9 @@ def block_values(
 
 
 @njit(nogil=True, cache=True)
-def exchanges(
-    start: int,
-    stop: int,
-    weight: Floats,
-    gradient: Floats,
-    mask: Bools,
-    scales: Floats,
-    hessian: Floats,
-    group: int,
-    levels: int,
-    of: int,
-    candidates: int,
-    limit: int,
-) -> None:
+def exchanges(start: int, stop: int, rows: GridArrays, of: int, candidates: int, limit: int) -> None:
     """Rows `start` to `stop` of `descend.exchange_entries`."""
+    weight, gradient, mask, scales, hessian, group, levels = rows
     top = weight.dtype.type(levels)
     d = weight.shape[1]
     leaving, entering = np.empty(d, weight.dtype), np.empty(d, weight.dtype)
@@ -217,20 +186,9 @@ def exchanges(
 
 
 @njit(nogil=True, cache=True)
-def pairs(
-    start: int,
-    stop: int,
-    weight: Floats,
-    gradient: Floats,
-    mask: Bools,
-    scales: Floats,
-    hessian: Floats,
-    group: int,
-    levels: int,
-    candidates: int,
-    limit: int,
-) -> None:
+def pairs(start: int, stop: int, rows: GridArrays, candidates: int, limit: int) -> None:
     """Rows `start` to `stop` of `descend.step_pairs`."""
+    weight, gradient, mask, scales, hessian, group, levels = rows
     d = weight.shape[1]
     ratio = np.empty(2 * d, weight.dtype)
     indices = np.empty(2 * d, np.int64)
@@ -272,6 +230,16 @@ def pairs(
 _UNSET = -1
 
 
+class LatticeArrays(NamedTuple):
+    """The attributes of `feedback.Lattice`, with tensors as arrays that share their memory."""
+
+    centre: Floats
+    lower: Floats
+    scales: Floats
+    counts: Indices
+    levels: int
+
+
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc"})
 def _dot(first: Floats, second: Floats, count: int) -> float:
     total = first.dtype.type(0)
@@ -281,18 +249,9 @@ def _dot(first: Floats, second: Floats, count: int) -> float:
 
 
 @njit(nogil=True, cache=True)
-def rounded(
-    start: int,
-    stop: int,
-    centre: Floats,
-    lower: NDArray[np.floating],
-    scales: Floats,
-    counts: Indices,
-    result: Floats,
-    levels: int,
-    most: int,
-) -> None:
-    """Rows `start` to `stop` of `feedback.round_along_paths`."""
+def rounded(start: int, stop: int, lattice: LatticeArrays, most: int, result: Floats) -> None:
+    """Rows `start` to `stop` of `feedback.round_along_paths`, with at most `most` paths."""
+    centre, lower, scales, counts, levels = lattice
     n = centre.shape[1]
     error = np.empty((most, n), centre.dtype)
     cost = np.zeros(most, centre.dtype)

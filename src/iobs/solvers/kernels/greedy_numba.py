@@ -6,6 +6,8 @@ them. Lengths are padded to whole groups of vector registers; the padding holds 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -13,8 +15,19 @@ from numpy.typing import NDArray
 Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 
-_PAD = 64
+_PAD = 64  # entries that lengths are a multiple of
 _TOGETHER = 4  # steps subtracted in one pass over the variables
+
+
+class ActiveVariables(NamedTuple):
+    """The active variables of a row, side by side, and room for one column of the factor and its coefficients."""
+
+    weight: Floats
+    diagonal: Floats
+    factor: Floats
+    names: Integers
+    column: Floats
+    coefficients: Floats
 
 
 @njit(nogil=True, cache=True)
@@ -31,9 +44,9 @@ def _cheapest(weight: Floats, diagonal: Floats, index: Integers, active: int) ->
 
 
 @njit(nogil=True, cache=True)
-def _drop(position: int, active: int, steps: int, state: tuple[Floats, Floats, Floats, Integers]) -> None:
+def _drop(position: int, active: int, steps: int, state: ActiveVariables) -> None:
     """Remove a position by moving the last active variable there."""
-    weight, diagonal, factor, index = state
+    weight, diagonal, factor, index = state.weight, state.diagonal, state.factor, state.names
     last = active - 1
     if position != last:
         weight[position], diagonal[position], index[position] = weight[last], diagonal[last], index[last]
@@ -51,9 +64,9 @@ def _subtract(column: Floats, factor: Floats, coefficients: Floats, steps: int, 
 
 
 @njit(nogil=True, cache=True)
-def _close_group(group: int, of: int, active: int, steps: int, state: tuple[Floats, Floats, Floats, Integers]) -> int:
+def _close_group(group: int, of: int, active: int, steps: int, state: ActiveVariables) -> int:
     """Drop the remaining variables of a group that has reached its quota; return the new number of active ones."""
-    index = state[3]
+    index = state.names
     a = 0
     while a < active:
         if index[a] // of == group:
@@ -66,25 +79,17 @@ def _close_group(group: int, of: int, active: int, steps: int, state: tuple[Floa
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def _row(
-    inverse: Floats,
-    centre: Floats,
-    steps: int,
-    order: Integers,
-    cost: Floats,
-    of: int,
-    quota: int,
-    state: tuple[Floats, Floats, Floats, Integers],
-    scratch: tuple[Floats, Floats],
+    inverse: Floats, centre: Floats, order: Integers, cost: Floats, of: int, quota: int, state: ActiveVariables
 ) -> None:
-    weight, diagonal, factor, index = state
-    column, coefficients = scratch
+    """Remove one variable for each entry of `order` and `cost`, which are written."""
+    weight, diagonal, factor, index, column, coefficients = state
     d = centre.size
     for a in range(d):
         weight[a], diagonal[a], index[a] = centre[a], inverse[a, a], a
     removed = np.zeros(d // of, np.int64)
     active = d
     smallest = np.finfo(factor.dtype).eps  # rounding must not make a conditional variance negative
-    for t in range(steps):
+    for t in range(order.size):
         p = _cheapest(weight, diagonal, index, active)
         variable, scale = index[p], np.sqrt(diagonal[p])
         value = weight[p] / scale
@@ -111,21 +116,14 @@ def _row(
 
 @njit(nogil=True, cache=True)
 def greedy(
-    start: int,
-    stop: int,
-    inverse: Floats,
-    centre: Floats,
-    steps: Integers,
-    order: Integers,
-    cost: Floats,
-    of: int,
+    start: int, stop: int, inverse: Floats, centre: Floats, steps: Integers, order: Integers, cost: Floats, of: int,
     quota: int,
-) -> None:
+) -> None:  # fmt: skip
     """Rows `start` to `stop` of `obc.greedy_removals`."""
     padded = centre.shape[1] + _PAD
     ones = np.ones(padded, centre.dtype)
     factor = np.zeros((order.shape[1] + _TOGETHER, padded), centre.dtype)
-    state = (ones, ones.copy(), factor, np.zeros(padded, np.int64))
-    scratch = (ones.copy(), np.zeros(order.shape[1] + _TOGETHER, centre.dtype))
+    coefficients = np.zeros(order.shape[1] + _TOGETHER, centre.dtype)
+    state = ActiveVariables(ones, ones.copy(), factor, np.zeros(padded, np.int64), ones.copy(), coefficients)
     for r in range(start, stop):
-        _row(inverse, centre[r], steps[r], order[r], cost[r], of, quota, state, scratch)
+        _row(inverse, centre[r], order[r, : steps[r]], cost[r, : steps[r]], of, quota, state)

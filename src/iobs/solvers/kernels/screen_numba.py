@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from iobs.solvers.kernels.swaps_numba import swap_until_optimal
+from iobs.solvers.kernels.swaps_numba import RowArrays, swap_until_optimal
 
 Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+
+class SearchArrays(NamedTuple):
+    """The attributes of `screen.Rows` as arrays that share their memory."""
+
+    mask: Bools
+    weight: Floats
+    prices: Floats
+    names: Integers
+    swaps: Integers
+
+
+class SwapSettings(NamedTuple):
+    """Kept columns and all columns of a group, the least relative gain of a swap, and the most swaps of a row."""
+
+    keep: int
+    size: int
+    tolerance: float
+    limit: int
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
@@ -81,34 +102,26 @@ def _invert(matrix: Floats) -> bool:
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
 def swap_row(
-    hessian: Floats,
-    linear: Floats,
-    mask: Bools,
-    weight: Floats,
-    columns: Integers,
-    members: int,
-    inside: int,
-    outside: int,
-    tolerance: float,
-    limit: int,
-    prices: Floats,
-    names: Integers,
-) -> int:
-    """`screen._swap_row_torch`, in place; returns the number of swaps. See `screen.Rows` for `prices` and `names`."""
-    q = columns.size
+    rows: SearchArrays, r: int, hessian: Floats, linear: Floats, columns: Integers, settings: SwapSettings
+) -> None:
+    """Search row r in place."""
+    mask, weight, prices, names = rows.mask[r], rows.weight[r], rows.prices[r], rows.names[r]
+    prices[0], prices[1] = np.inf, 0
+    q, members = columns.size, 0
     is_candidate = np.zeros(mask.size, np.bool_)
     for t in range(q):
         is_candidate[columns[t]] = True
+        members += mask[columns[t]]
     others = np.flatnonzero(mask & ~is_candidate)
     lower = np.empty((others.size, others.size), hessian.dtype)
     half = np.empty((others.size, q + 1), hessian.dtype)
     small, right = np.empty((q, q), hessian.dtype), np.empty(q, hessian.dtype)
     if not _eliminate(hessian, linear, others, lower, half, columns):
-        return 0
+        return
     _reduce(hessian, linear, half, columns, small, right)
     inverse = small[:members, :members].copy()
     if not _invert(inverse):
-        return 0
+        return
     crossed = small[members:, :members]
     spread = np.zeros((q - members, members), hessian.dtype)
     value = np.zeros(members, hessian.dtype)
@@ -127,40 +140,31 @@ def swap_row(
         schur[p] = max(schur[p], hessian[columns[members + p], columns[members + p]] * np.float32(1.2e-7))
     total = (value * right[:members]).sum() + (half[:, q] * half[:, q]).sum()
     prices[2] = total
-    support, rest = np.arange(members), np.arange(members, q)
-    made = 0
+    state = RowArrays(np.arange(members), np.arange(members, q), inverse, spread, schur, gradient, value)
     if members and q > members:
-        made = swap_until_optimal(
-            support, rest, inverse, spread, schur, gradient, value, small, inside, outside, tolerance * total, limit
-        )
-    _write(mask, weight, columns, support, rest, value, others, lower, half)
+        inside, outside = settings.keep, settings.size - settings.keep
+        if settings.size >= mask.size:
+            inside, outside = members, q - members
+        rows.swaps[r] += swap_until_optimal(state, small, inside, outside, settings.tolerance * total, settings.limit)
+    _write(mask, weight, columns, state, others, lower, half)
     for i in range(members):
         price = value[i] * value[i] / inverse[i, i]
         if price < prices[0]:
-            prices[0], names[0] = price, columns[support[i]]
+            prices[0], names[0] = price, columns[state.support[i]]
     for p in range(q - members):
         price = gradient[p] * gradient[p] / schur[p]
         if price > prices[1]:
-            prices[1], names[1] = price, columns[rest[p]]
-    return made
+            prices[1], names[1] = price, columns[state.rest[p]]
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
 def _write(
-    mask: Bools,
-    weight: Floats,
-    columns: Integers,
-    support: Integers,
-    rest: Integers,
-    value: Floats,
-    others: Integers,
-    lower: Floats,
-    half: Floats,
+    mask: Bools, weight: Floats, columns: Integers, state: RowArrays, others: Integers, lower: Floats, half: Floats
 ) -> None:
     """Write the new mask and weights; weights of members outside the candidates come from back substitution."""
-    q = columns.size
+    q, support, value = columns.size, state.support, state.weight
     weight[:] = 0
-    mask[columns[rest]] = False
+    mask[columns[state.rest]] = False
     mask[columns[support]] = True
     for i in range(support.size):
         weight[columns[support[i]]] = value[i]
@@ -177,45 +181,10 @@ def _write(
 
 @njit(nogil=True, cache=True)
 def swap_rows(
-    start: int,
-    stop: int,
-    hessian: Floats,
-    linear: Floats,
-    mask: Bools,
-    weight: Floats,
-    slots: Integers,
-    keep: int,
-    size: int,
-    tolerance: float,
-    limit: int,
-    prices: Floats,
-    names: Integers,
-    swaps: Integers,
+    start: int, stop: int, rows: SearchArrays, hessian: Floats, linear: Floats, slots: Integers, settings: SwapSettings
 ) -> None:
     """Rows `start` to `stop` of `screen.swap_rows`."""
     for r in range(start, stop):
         columns = slots[r][slots[r] >= 0]
-        if columns.size == 0:
-            continue
-        prices[r, 0], prices[r, 1] = np.inf, 0
-        members = 0
-        for t in range(columns.size):
-            members += mask[r, columns[t]]
-        inside, outside = keep, size - keep
-        if size >= mask.shape[1]:
-            inside, outside = members, columns.size - members
-        row_prices, row_names = prices[r], names[r]
-        swaps[r] += swap_row(
-            hessian,
-            linear[r],
-            mask[r],
-            weight[r],
-            columns,
-            members,
-            inside,
-            outside,
-            tolerance,
-            limit,
-            row_prices,
-            row_names,
-        )
+        if columns.size:
+            swap_row(rows, r, hessian, linear[r], columns, settings)

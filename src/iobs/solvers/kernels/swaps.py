@@ -14,8 +14,6 @@ from torch import Tensor
 
 from iobs.core import linalg
 
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
 
 @dataclass
 class RowState:
@@ -95,30 +93,13 @@ def swap_until_optimal(
     """
     if state.spread.numel() == 0:
         return 0
-    form = swap_until_optimal_numba if hessian.device.type == "cpu" else swap_until_optimal_torch
-    return form(state, hessian, inside, outside, tolerance, limit)
-
-
-def swap_until_optimal_numba(
-    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
-) -> int:
-    """Numba form of `swap_until_optimal`, which skips variables of P with too small a gain of admission."""
+    if hessian.device.type != "cpu":
+        return swap_until_optimal_torch(state, hessian, inside, outside, tolerance, limit)
     from iobs.solvers.kernels import swaps_numba
 
-    return swaps_numba.swap_until_optimal(
-        state.support.numpy(),
-        state.rest.numpy(),
-        state.inverse.numpy(),
-        state.spread.numpy(),
-        state.schur.numpy(),
-        state.gradient.numpy(),
-        state.weight.numpy(),
-        hessian.numpy(),
-        inside,
-        outside,
-        tolerance,
-        limit,
-    )
+    # This form skips variables of P with too small a gain of admission.
+    arrays = swaps_numba.RowArrays(*(tensor.numpy() for tensor in vars(state).values()))
+    return swaps_numba.swap_until_optimal(arrays, hessian.numpy(), inside, outside, tolerance, limit)
 
 
 def swap_until_optimal_torch(

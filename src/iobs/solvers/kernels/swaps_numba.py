@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -10,19 +12,22 @@ Floats = NDArray[np.floating]
 Integers = NDArray[np.int64]
 
 
+class RowArrays(NamedTuple):
+    """The attributes of `swaps.RowState` as arrays that share their memory."""
+
+    support: Integers
+    rest: Integers
+    inverse: Floats
+    spread: Floats
+    schur: Floats
+    gradient: Floats
+    weight: Floats
+
+
 @njit(nogil=True, cache=True)
-def best_swap(
-    rest: Integers,
-    inverse: Floats,
-    spread: Floats,
-    schur: Floats,
-    gradient: Floats,
-    weight: Floats,
-    hessian: Floats,
-    inside: int,
-    outside: int,
-) -> tuple[float, int, int]:
+def best_swap(state: RowArrays, hessian: Floats, inside: int, outside: int) -> tuple[float, int, int]:
     """Best swap, by falling gain of admission: stop once that gain alone is not above the best swap."""
+    _, rest, inverse, spread, schur, gradient, weight = state
     admission = np.zeros_like(schur)
     least_schur = 4 * np.finfo(schur.dtype).eps  # relative, as `swaps.independent`
     for q in range(rest.size):
@@ -48,18 +53,8 @@ def best_swap(
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
-def _admit(
-    support: Integers,
-    rest: Integers,
-    inverse: Floats,
-    spread: Floats,
-    schur: Floats,
-    gradient: Floats,
-    weight: Floats,
-    row: Floats,
-    enter: int,
-    sigma: Floats,
-) -> None:
+def _admit(state: RowArrays, row: Floats, enter: int, sigma: Floats) -> None:
+    support, rest, inverse, spread, schur, gradient, weight = state
     x, s = spread[enter].copy(), schur[enter]
     step = gradient[enter] / s
     inner = row[support]
@@ -80,24 +75,14 @@ def _admit(
 
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
-def make_swap(
-    support: Integers,
-    rest: Integers,
-    inverse: Floats,
-    spread: Floats,
-    schur: Floats,
-    gradient: Floats,
-    weight: Floats,
-    hessian: Floats,
-    leave: int,
-    enter: int,
-) -> None:
+def make_swap(state: RowArrays, hessian: Floats, leave: int, enter: int) -> None:
     """`swaps.make_swap`, in place."""
+    support, rest, inverse, spread, schur, gradient, weight = state
     entering = rest[enter]
     x, s = spread[enter].copy(), schur[enter]
     step = gradient[enter] / s
     sigma = np.empty_like(schur)
-    _admit(support, rest, inverse, spread, schur, gradient, weight, hessian[entering], enter, sigma)
+    _admit(state, hessian[entering], enter, sigma)
     variance, value = inverse[leave, leave], weight[leave]
     v = inverse[:, leave].copy()
     v[leave] = -x[leave] / s
@@ -127,25 +112,14 @@ def make_swap(
 
 @njit(nogil=True, cache=True)
 def swap_until_optimal(
-    support: Integers,
-    rest: Integers,
-    inverse: Floats,
-    spread: Floats,
-    schur: Floats,
-    gradient: Floats,
-    weight: Floats,
-    hessian: Floats,
-    inside: int,
-    outside: int,
-    tolerance: float,
-    limit: int,
+    state: RowArrays, hessian: Floats, inside: int, outside: int, tolerance: float, limit: int
 ) -> int:
     """`swaps.swap_until_optimal` on one row, in place."""
     made = 0
     while made < limit:
-        gain, leave, enter = best_swap(rest, inverse, spread, schur, gradient, weight, hessian, inside, outside)
+        gain, leave, enter = best_swap(state, hessian, inside, outside)
         if not gain > tolerance:
             break
-        make_swap(support, rest, inverse, spread, schur, gradient, weight, hessian, leave, enter)
+        make_swap(state, hessian, leave, enter)
         made += 1
     return made
