@@ -70,12 +70,11 @@ def test_layers_that_change_input_or_weight_stay_dense(dtype):
     assert [row.name for row in report.audit] == ["same", "scaled", "head", "padded"]  # seen behind the padding
 
 
-@pytest.mark.parametrize("allocation", ["fisher", "search"])
-def test_layers_that_stay_dense_take_no_share_of_the_sparsity(allocation):
+def test_layers_that_stay_dense_take_no_share_of_the_sparsity():
     torch.manual_seed(0)
-    network = Unusual().eval()
-    report = iobs.prune(network, [torch.randn(40, 3, 8, 8)], 0.5, "one-shot", allocation=allocation)
-    assert [row.name for row in report.allocation] == ["same", "scaled", "head", "padded"]
+    network = Unusual().eval()  # it has no gradient: a layer changes its input in place
+    report = iobs.prune(network, [torch.randn(40, 3, 8, 8)], 0.5, "one-shot", allocation="auto")
+    assert [row.name for row in report.audit] == ["same", "scaled", "head", "padded"]
     assert report.sparsity == 0.5 == pytest.approx(report.best.asked)
     assert bool((network.standardised.weight != 0).all())
 
