@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import iobs
 from iobs.errors import ModelError
 from iobs.models import load
-from iobs.models.conversions import Rule
+from iobs.models.conversions import ConversionRule
 from iobs.models.directory import Directory
 from iobs.models.skeleton import skeleton
 from iobs.pruning.recipe import BlockFit
@@ -117,13 +117,13 @@ def test_names_of_the_files_are_read_and_written_through_the_conversion(tmp_path
 @pytest.mark.parametrize("broken", [lambda found: {}, lambda found: {name: one * 0 for name, one in found.items()}])
 def test_conversion_without_a_way_back_is_refused_before_any_work(broken, tmp_path, monkeypatch):
     families.saved("mixtral", tmp_path / "model")
-    convert = Rule.__call__
+    convert = ConversionRule.__call__
 
     def call(rule, tensors):
         found = convert(rule, tensors)
         return broken(found) if len(found) > 1 else found  # from the module to experts
 
-    monkeypatch.setattr(Rule, "__call__", call)
+    monkeypatch.setattr(ConversionRule, "__call__", call)
     with pytest.raises(ModelError, match=r"experts\.0\.w. *\.weight is converted .* in memory") as error:
         streamed(tmp_path, families.language_batches(), **OPTIONS)
     assert "\n" not in str(error.value)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app, running
-from iobs.cli.by_blocks import Streams, run_where_it_fits
+from iobs.cli.by_blocks import StreamPlace, run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning.blockwise import offloaded as offloaded_store
 from iobs.pruning.blockwise import store as blockwise_store
@@ -365,7 +365,7 @@ def resident():
 def test_run_that_fills_the_gpu_begins_again_by_blocks(gpu):
     loaded, store = resident()
     request = SimpleNamespace(recipe=iobs.Recipe.preset("one-shot"))
-    assert run_where_it_fits(fills, loaded, store, request, Streams(None, None)) is OffloadedStore
+    assert run_where_it_fits(fills, loaded, store, request, StreamPlace(None, None)) is OffloadedStore
     assert is_home(loaded.module)
     gc.collect()
     assert not gpu.bytes  # the copies of the weights are gone too
@@ -375,14 +375,14 @@ def test_run_that_needs_the_whole_model_or_fails_otherwise_does_not_begin_again(
     loaded, store = resident()
     for request in (None, SimpleNamespace(recipe=iobs.Recipe.preset("paper"))):
         with pytest.raises(torch.OutOfMemoryError):
-            run_where_it_fits(fills, loaded, store, request, Streams(None, None))
+            run_where_it_fits(fills, loaded, store, request, StreamPlace(None, None))
 
     def fails(store):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     one_shot = SimpleNamespace(recipe=iobs.Recipe.preset("one-shot"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        run_where_it_fits(fails, loaded, store, one_shot, Streams(None, None))
+        run_where_it_fits(fails, loaded, store, one_shot, StreamPlace(None, None))
     assert not is_home(loaded.module)
 
 

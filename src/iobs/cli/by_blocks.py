@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Streams:
+class StreamPlace:
     """Place of the hidden states if the blocks of a model visit a device.
 
     Args:
@@ -80,7 +80,7 @@ def refuse_streams(streams: str, device: str | None) -> None:
         )
 
 
-def store_of(loaded: LoadedModel, request: Request | None, device: str, streams: Streams) -> Store:
+def store_of(loaded: LoadedModel, request: Request | None, device: str, streams: StreamPlace) -> Store:
     """The store of a model in main memory, for a run on a device.
 
     Args:
@@ -118,7 +118,7 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
 
 
 def run_where_it_fits(
-    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None, streams: Streams
+    run: Callable[[Store], Result], loaded: LoadedModel, store: Store, request: Request | None, streams: StreamPlace
 ) -> Result:
     """Run with the whole model on the GPU, and begin again by blocks if the GPU becomes full.
 

@@ -39,20 +39,21 @@ def show_layers(
     from iobs.pruning.audit import asked_zeros
 
     patterns, pattern = request.patterns, request.pattern
-    chosen = {layer: isinstance(own, Budget) for layer, own in patterns.items()}
-    zeros = {layer: None if chosen[layer] else asked_zeros(own, layer.shape) for layer, own in patterns.items()}
-    bits = {layer: None if chosen[layer] else stored_bits(own, layer.shape) for layer, own in patterns.items()}
+    chosen = {layer: isinstance(layer_pattern, Budget) for layer, layer_pattern in patterns.items()}
+    zeros = {layer: None if chosen[layer] else asked_zeros(patterns[layer], layer.shape) for layer in patterns}
+    bits = {layer: None if chosen[layer] else stored_bits(patterns[layer], layer.shape) for layer in patterns}
     about = _about_the_division(request)
     if as_json:
         layers = [
-            {"layer": one.name, "shape": one.shape, "zeros": count, "bits": bits[one]} for one, count in zeros.items()
+            {"layer": layer.name, "shape": layer.shape, "zeros": count, "bits": bits[layer]}
+            for layer, count in zeros.items()
         ]
         dense = {name: str(reason) for name, reason in skipped.items()}
         budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
         blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
         blocks |= {} if forecast is None else {"seconds": forecast.seconds, "phases": forecast.phases}
-        found = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
-        console.print_json({**found, **budget, **blocks})
+        result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
+        console.print_json({**result, **budget, **blocks})
         return
     table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
     table.add_column("layer", overflow="fold")
@@ -60,8 +61,8 @@ def show_layers(
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for layer, count in zeros.items():
-        own = bits[layer]
-        shown = "chosen" if chosen[layer] else f"{own / layer.weights:.3g}" if own else "-"
+        stored = bits[layer]
+        shown = "chosen" if chosen[layer] else f"{stored / layer.weights:.3g}" if stored else "-"
         cells = " x ".join(map(str, layer.shape)), "chosen" if count is None else f"{count:,} of {layer.weights:,}"
         table.add_row(layer.name, *cells, *([shown] * (len(names) - 2)))
     out = console.output_console()
@@ -78,7 +79,7 @@ def show_layers(
 
 def _bounds(request: Request, budget: Budget) -> dict[str, float]:
     """Bounds that a budget sets before a run: bits of a weight, the number of weights, and their most bytes."""
-    weights = sum(layer.weights for layer, own in request.patterns.items() if own is budget)
+    weights = sum(layer.weights for layer, layer_pattern in request.patterns.items() if layer_pattern is budget)
     most = int(budget.bits_per_weight * weights / 8)
     return {"bits_per_weight": budget.bits_per_weight, "weights": weights, "most_bytes": most}
 
@@ -98,13 +99,13 @@ def _about_the_division(request: Request) -> str:
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 
 
-def show_units(loaded: LoadedModel, store: Store, asked: RunSettings, as_json: bool) -> None:
+def show_units(loaded: LoadedModel, store: Store, settings: RunSettings, as_json: bool) -> None:
     """Show the units that a run may remove, and what is left of the costs at most.
 
     Args:
         loaded: the model, with what its calibration data need.
         store: of the model.
-        asked: recipe and options; the pattern is `Structured`.
+        settings: recipe and options; the pattern is `Structured`.
         as_json: print JSON; a number that the run finds out is null there.
 
     Raises:
@@ -116,10 +117,10 @@ def show_units(loaded: LoadedModel, store: Store, asked: RunSettings, as_json: b
     from iobs.pruning.structured.run import plan_structured, require_possible
     from iobs.pruning.structured_report import StructuredRequest
 
-    options, pattern = asked.options, asked.options.pattern
+    options, pattern = settings.options, settings.options.pattern
     assert isinstance(pattern, Structured)
     named = (options.include, options.ignore)
-    request = StructuredRequest(pattern, asked.recipe, *named, options.holdout, options.seed)
+    request = StructuredRequest(pattern, settings.recipe, *named, options.holdout, options.seed)
     require_possible(store, request)  # before the data are read
     plan = plan_structured(store, store.collect_batches(batches_of_run(loaded, options)[2]), request)
     if not current().first:
@@ -141,9 +142,9 @@ def _print_units(pattern: Structured, plan: UnitsPlan) -> None:
         table.add_column(name, overflow="fold")
     for name in ("now", "left"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in plan.units:
-        left = f"{one.least:,} or more" if one.kept is None else f"{one.kept:,}"
-        table.add_row(one.name if whole else ", ".join(one.layers), one.kind, f"{one.count:,}", left)
+    for group in plan.units:
+        kept = f"{group.least:,} or more" if group.kept is None else f"{group.kept:,}"
+        table.add_row(group.name if whole else ", ".join(group.layers), group.kind, f"{group.count:,}", kept)
     out = console.output_console()
     out.print(table)
     for cost in plan.costs:
@@ -166,7 +167,7 @@ def _about_the_units(pattern: Structured, plan: UnitsPlan) -> str:
         which = f"The run chooses which {pattern.units} are removed."
     elif pattern.of == "latency":
         which = f"The run measures times, and removes {pattern.sparsity:.0%} of the time of the network."
-    elif any(one.kept is None for one in plan.units):
+    elif any(group.kept is None for group in plan.units):
         which = "The run measures how many units each layer needs."
     else:
         which = "The run chooses which units are removed."

@@ -17,41 +17,24 @@ NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
 
 @options.command
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory that iobs prune wrote, or any MODEL.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
     to: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(NAMES),
-            help="Format of the files.",
-            autocompletion=options.complete(NAMES),
-            show_default=False,
-        ),
+        str, typer.Option(metavar="|".join(NAMES), autocompletion=options.complete(NAMES), show_default=False)
     ],
-    bits: Annotated[
-        int | None,
-        typer.Option(
-            metavar="32|16|8|4",
-            help="Bits of the weights of layers; by default as few as hold them exactly.",
-            show_default=False,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=options.expand_home,
-            metavar="DIR",
-            help="Output directory; MODEL.FORMAT by default.",
-            show_default=False,
-        ),
-    ] = None,
+    bits: int | None = None,
+    output: options.Output = None,
     shape: options.Shape = None,
     overwrite: options.Overwrite = False,
     loading: options.LoadingOnCPU = options.LoadingOnCPU(),  # noqa: B008 - frozen
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Write a pruned model for another runtime: zeros stay exact zeros, weights on a grid stay whole numbers.
+
+    Args:
+        model: A directory that iobs prune wrote, or any MODEL.
+        to: Format of the files.
+        bits (32|16|8|4): Bits of the weights of layers; by default as few as hold them exactly.
+        output (DIR): Output directory; MODEL.FORMAT by default.
 
     Examples:
         iobs export OUT --to gguf  # writes OUT.gguf/model.gguf for llama.cpp

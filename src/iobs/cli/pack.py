@@ -16,31 +16,21 @@ _MARKS = {False: ("*.packed",), True: ("recipe.yaml", "iobs.json")}
 
 @options.command
 def pack(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that iobs prune wrote.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=options.expand_home,
-            metavar="DIR",
-            help="Output directory; DIR.packed by default, DIR.dense with --unpack.",
-            show_default=False,
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="bf16|int8|int4",
-            help="Round linear layers to at least this and store them ready to run. By default nothing is rounded.",
-            show_default=False,
-        ),
-    ] = None,
-    back: Annotated[bool, typer.Option("--unpack", help="Convert a packed directory back to dense files.")] = False,
+    directory: Annotated[Path, typer.Argument(metavar="DIR")],
+    output: options.Output = None,
+    precision: str | None = None,
+    back: Annotated[bool, typer.Option("--unpack")] = False,
     overwrite: options.Overwrite = False,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run.
+
+    Args:
+        directory: A directory that iobs prune wrote.
+        output (DIR): Output directory; DIR.packed by default, DIR.dense with --unpack.
+        precision (bf16|int8|int4): Round linear layers to at least this and store them ready to run. By default
+            nothing is rounded.
+        back: Convert a packed directory back to dense files.
 
     Examples:
         iobs pack OUT  # writes OUT.packed

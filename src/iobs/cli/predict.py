@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from pathlib import Path
-from typing import Annotated, TextIO
-
-import typer
+from typing import TextIO
 
 from iobs.cli import console, options
 from iobs.core.files import whole_file
@@ -15,23 +13,19 @@ from iobs.core.files import whole_file
 
 @options.command
 def predict(
-    model: Annotated[Path, typer.Argument(help="The model that iobs solve ... -o wrote.", show_default=False)],
-    data: Annotated[Path, typer.Argument(help="A table with the columns that the model uses.", show_default=False)],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=options.expand_home,
-            help="Write the predictions as .csv; without it they are printed.",
-            show_default=False,
-        ),
-    ] = None,
+    model: Path,
+    data: Path,
+    output: options.Output = None,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Predict the rows of a new table with a model that `iobs solve` wrote.
 
     A table that lacks a column, or has levels that the model does not know, is refused with all problems at once.
+
+    Args:
+        model: The model that iobs solve ... -o wrote.
+        data: A table with the columns that the model uses.
+        output: Write the predictions as .csv; without it they are printed.
 
     Examples:
         iobs predict model.json new.csv  # predict the rows of a new table

@@ -13,7 +13,7 @@ from iobs.cli import console, options
 from iobs.cli.prune_options import CalibrationOptions, LayerOptions, MethodOptions, PatternOptions
 
 if TYPE_CHECKING:
-    from iobs.cli.by_blocks import Streams
+    from iobs.cli.by_blocks import StreamPlace
     from iobs.cli.run_file import RunSettings
     from iobs.cli.running import OutputPlace
     from iobs.data import Batch, Source
@@ -57,7 +57,7 @@ def prune(
         iobs prune MODEL -o OUT --pattern 2:4 --ignore '*.down_proj' --resume  # with a checkpoint
         iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml  # the same run again
     """
-    from iobs.cli.by_blocks import Streams, prune_low_memory, refuse_streams
+    from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
     from iobs.cli.running import OutputPlace, saying_how_to_continue
 
     settings = _settings(
@@ -82,7 +82,7 @@ def prune(
                 eval_data=calibration.eval_data,
                 loading=loading,
                 place=place,
-                streams=Streams.of(streams, place.output),
+                streams=StreamPlace.of(streams, place.output),
                 dry_run=dry_run,
                 as_json=talk.as_json,
             )
@@ -175,7 +175,7 @@ def _prune_resident(
     eval_data: list[str] | None,
     loading: options.Loading,
     place: OutputPlace,
-    streams: Streams,
+    streams: StreamPlace,
     dry_run: bool,
     as_json: bool,
 ) -> BaseException | None:

@@ -25,7 +25,7 @@ _PAIRS = 1e9  # most pairs of rows that the concordance compares
 
 
 @dataclass(frozen=True)
-class Solution:
+class SolveResult:
     """Result of `iobs solve`.
 
     Attributes:
@@ -61,16 +61,16 @@ class Solution:
         return np.asarray(np.sqrt(variances(self.data.X, self.data.weights, True)))
 
 
-def best_columns(problem: Regression, k: str, seed: int) -> Solution:
+def best_columns(problem: Regression, k: str, seed: int) -> SolveResult:
     """Choose k if it is a criterion, then fit every k up to it; the last fit by the best known method."""
     from iobs.optimize.estimators.base import fit_from_zero
 
     estimator = problem.estimator(k, seed)
     data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
-    return Solution(problem, estimator, data, path)
+    return SolveResult(problem, estimator, data, path)
 
 
-def knockoff_columns(problem: Regression, fdr: float, seed: int) -> Solution:
+def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
     """The fits of the first k columns in the order of the knockoff filter's statistic, up to all that it chooses.
 
     Raises:
@@ -93,10 +93,10 @@ def knockoff_columns(problem: Regression, fdr: float, seed: int) -> Solution:
     order = chosen.support[np.argsort(-chosen.statistics[chosen.support], kind="stable")]
     supports = [order[:k] for k in range(order.size + 1)]
     data, path = fit_supports(estimator, table.X, problem.answers, supports)
-    return Solution(problem, estimator, data, path, chosen)
+    return SolveResult(problem, estimator, data, path, chosen)
 
 
-def report(solution: Solution) -> JSONObject:
+def report(solution: SolveResult) -> JSONObject:
     """The result as plain values; `model` is what predicts, `path` has the best columns for every k.
 
     `value` is the loss; `explained` is the share of the baseline's loss, ridge terms excluded. `score` and
@@ -149,7 +149,7 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _features(solution: Solution) -> list[JSONObject]:
+def _features(solution: SolveResult) -> list[JSONObject]:
     """The chosen columns and their coefficients, the most important first; with more than two classes one for each."""
     problem, coefficients = solution.problem, solution.coefficients
     errors = np.atleast_2d(solution.estimator.standard_errors_)
@@ -175,7 +175,7 @@ def _features(solution: Solution) -> list[JSONObject]:
     return rows
 
 
-def _concordance(solution: Solution) -> float | None:
+def _concordance(solution: SolveResult) -> float | None:
     """Harrell's concordance of Cox's model on the table; None for other losses, and where pairs are too many."""
     from iobs.optimize.estimators.survival import concordance
 
@@ -186,7 +186,7 @@ def _concordance(solution: Solution) -> float | None:
     return _finite(concordance(data.y[:, 0], events, margin, data.weights))
 
 
-def _path(solution: Solution) -> list[JSONObject]:
+def _path(solution: SolveResult) -> list[JSONObject]:
     names, rows = solution.problem.names, []
     for entry in solution.estimator.path_:
         row = {"k": entry["k"], "value": entry["loss"], "features": [names[j] for j in entry["support"].tolist()]}
@@ -196,7 +196,7 @@ def _path(solution: Solution) -> list[JSONObject]:
     return rows
 
 
-def _fitted(solution: Solution) -> JSONObject:
+def _fitted(solution: SolveResult) -> JSONObject:
     """The model on the columns of the file that it uses."""
     from iobs.data.fitted import Fitted
     from iobs.optimize.estimators.survival import baseline
@@ -215,7 +215,7 @@ def _fitted(solution: Solution) -> JSONObject:
         if np.isin(columns, used).any() or np.isin(columns, parents).any():
             codings.append(coding)
             kept += list(columns)
-    places = tuple((kept.index(left), kept.index(right)) for left, right in parents.tolist())
+    places = tuple((kept.index(first), kept.index(second)) for first, second in parents.tolist())
     kept += products.tolist()
     survival = None
     if problem.events is not None:  # relative to a row at the means of the columns
@@ -250,7 +250,7 @@ def write(file: Path, model: JSONObject) -> None:
     console.say(f"Wrote {file}")
 
 
-def draw(file: Path, solution: Solution) -> None:
+def draw(file: Path, solution: SolveResult) -> None:
     """Draw the score and the coefficients of every k.
 
     Raises:

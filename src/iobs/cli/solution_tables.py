@@ -8,13 +8,13 @@ from iobs.cli import console
 from iobs.report.formats import significant
 
 if TYPE_CHECKING:
-    from iobs.cli.solution import JSONObject, Solution
+    from iobs.cli.solution import JSONObject, SolveResult
 
 _NEAR_SHOWN = 10  # near-optimal models that are printed; the JSON report has all
 _BEYOND = 3  # values of k beyond the chosen one that the printed path shows
 
 
-def show(solution: Solution, model: JSONObject) -> None:
+def show(solution: SolveResult, model: JSONObject) -> None:
     """Print the coefficients, the path and what a reader must know about both."""
     from rich.table import Table as RichTable
 
@@ -54,7 +54,7 @@ def show(solution: Solution, model: JSONObject) -> None:
             out.print(part)
 
 
-def _path_table(solution: Solution, model: JSONObject) -> object:
+def _path_table(solution: SolveResult, model: JSONObject) -> object:
     from rich.table import Table as RichTable
 
     title = "best columns for every k" if solution.knockoffs is None else "columns in the order of the filter"
@@ -75,7 +75,7 @@ def _path_table(solution: Solution, model: JSONObject) -> object:
     return shown
 
 
-def _chosen(solution: Solution) -> str:
+def _chosen(solution: SolveResult) -> str:
     knockoffs = solution.knockoffs
     if knockoffs is None:
         return f"* the k that is used{f', chosen by {solution.criterion}' if solution.criterion else ''}"
@@ -88,7 +88,7 @@ def _chosen(solution: Solution) -> str:
     )
 
 
-def _remarks(solution: Solution, model: JSONObject) -> list[str]:
+def _remarks(solution: SolveResult, model: JSONObject) -> list[str]:
     lines = [_chosen(solution)]
     empty, value = model["value_without_features"], model["value"]
     share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"

@@ -9,66 +9,42 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from iobs.cli import console, options
-from iobs.cli.solve_options import Columns, Limits, Proofs, Selection
+from iobs.cli.solve_options import CoefficientLimits, ColumnSelection, Proofs, TableColumns
 
 if TYPE_CHECKING:
-    from iobs.cli.solution import JSONObject, Solution
+    from iobs.cli.solution import JSONObject, SolveResult
 
 _NEAR_SECONDS = 60.0  # time limit of --near without --certify
 
 
 @options.command
 def solve(
-    data: Annotated[
-        Path,
-        typer.Argument(
-            help="A .csv or .tsv with a header, a .parquet (pyarrow), or an .npz (X and y, or an array per column)."
-        ),
-    ],
-    columns: Columns = Columns(),  # noqa: B008 - frozen
-    k: Annotated[
-        str,
-        typer.Option("-k", help="Number of columns that explain it; cv, cv-1se, bic, ebic or aic choose it."),
-    ] = "ebic",
-    loss: Annotated[
-        str,
-        typer.Option(
-            "--loss",
-            "--family",
-            help="squared, logistic (classes), poisson, gamma, tweedie (power 1.5), negative_binomial (alpha 1) or cox "
-            "(times, with --status). auto: cox with --status, logistic for text or 0 and 1, else squared.",
-        ),
-    ] = "auto",
-    ridge: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.",
-        ),
-    ] = 0.0,
-    selection: Selection = Selection(),  # noqa: B008 - frozen
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    data: Path,
+    columns: TableColumns = TableColumns(),  # noqa: B008 - frozen
+    k: Annotated[str, typer.Option("-k")] = "ebic",
+    loss: Annotated[str, typer.Option("--loss", "--family")] = "auto",
+    ridge: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    selection: ColumnSelection = ColumnSelection(),  # noqa: B008 - frozen
+    limits: CoefficientLimits = CoefficientLimits(),  # noqa: B008 - frozen
     proofs: Proofs = Proofs(),  # noqa: B008 - frozen
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", callback=options.expand_home, help="Write the model (JSON).", show_default=False
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            callback=options.expand_home,
-            help="Plot the score and coefficients for every k to this file.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of every random choice.")] = 0,
+    output: options.Output = None,
+    plot: Path | None = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
     """Choose the k columns of a table that explain another one best, and fit them.
 
     The coefficients are for the columns as they are; scaling a column never changes the choice.
+
+    Args:
+        data: A .csv or .tsv with a header, a .parquet (pyarrow), or an .npz (X and y, or an array per column).
+        k: Number of columns that explain it; cv, cv-1se, bic, ebic or aic choose it.
+        loss: squared, logistic (classes), poisson, gamma, tweedie (power 1.5), negative_binomial (alpha 1) or cox
+            (times, with --status). auto: cox with --status, logistic for text or 0 and 1, else squared.
+        ridge: Weight of half the squared coefficients, per standard deviation; the loss is summed over rows.
+        output: Write the model (JSON).
+        plot: Plot the score and coefficients for every k to this file.
+        seed: Seed of every random choice.
 
     Examples:
         iobs solve data.csv --target price -k 5  # the best five columns
@@ -149,7 +125,7 @@ def _check_outputs(output: Path | None, plot: Path | None, data: Path) -> None:
             )
 
 
-def _certificate(result: Solution, seconds: float) -> str:
+def _certificate(result: SolveResult, seconds: float) -> str:
     """The result of `certify` in words."""
     from iobs.errors import NotPositiveDefiniteError, ProblemError
     from iobs.optimize.bounds.branch_and_bound import certify
@@ -161,7 +137,7 @@ def _certificate(result: Solution, seconds: float) -> str:
         return f"1-swap optimal; no bound: {error}"
 
 
-def _near_optimal(result: Solution, gap: float, seconds: float) -> JSONObject:
+def _near_optimal(result: SolveResult, gap: float, seconds: float) -> JSONObject:
     """Every model of k columns at most a relative `gap` above the best loss, and the importance of every column."""
     from iobs.optimize.bounds.rashomon import rashomon_set
 

@@ -11,7 +11,7 @@ import numpy as np
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from iobs.cli.solve_options import Columns, Limits
+    from iobs.cli.solve_options import CoefficientLimits, TableColumns
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import Labels, SparseEstimator
     from iobs.optimize.objectives.design import Array
@@ -126,7 +126,9 @@ def _soft_classifier() -> type[SparseEstimator]:
     return SoftClassifier
 
 
-def read_regression(table: Table, columns: Columns, loss: str, limits: Limits, ridge: float) -> Regression:
+def read_regression(
+    table: Table, columns: TableColumns, loss: str, limits: CoefficientLimits, ridge: float
+) -> Regression:
     """The regression problem that the options ask for.
 
     Raises:
@@ -188,7 +190,7 @@ def read_regression(table: Table, columns: Columns, loss: str, limits: Limits, r
 def _with_products(names: list[str]) -> list[str]:
     from iobs.optimize.search.hierarchy import pairs_of
 
-    return [*names, *(f"{names[left]}:{names[right]}" for left, right in pairs_of(len(names)).tolist())]
+    return [*names, *(f"{names[first]}:{names[second]}" for first, second in pairs_of(len(names)).tolist())]
 
 
 def _forced(table: Table, names: list[str]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,48 +14,36 @@ if TYPE_CHECKING:
     from iobs.optimize.refit.within import Bounds
 
 
-def _option(text: str, *flags: str, **settings: Any) -> Any:
-    """An option without a shown default."""
-    return typer.Option(*flags, help=text, show_default=False, **settings)
-
-
 @dataclass(frozen=True)
-class Columns:
-    """Options that say what the columns of the table are."""
+class TableColumns:
+    """Options that say what the columns of the table are.
 
-    target: Annotated[str, typer.Option(help="The column to be explained.")] = "y"
-    drop: Annotated[list[str] | None, _option("A column to leave out; repeatable.")] = None
-    force: Annotated[list[str] | None, _option("A column that is always used and not counted; repeatable.")] = None
-    category: Annotated[list[str] | None, _option("A column of numbers that are names of categories; repeatable.")] = (
-        None
-    )
-    missing: Annotated[
-        str,
-        typer.Option(
-            help="Missing values: error, drop (their rows) or mean (of the column, with a column that marks them)."
-        ),
-    ] = "error"
-    weight: Annotated[str | None, _option("A column of sample weights; whole numbers count rows.")] = None
-    offset: Annotated[str | None, _option("A column that is added to the linear predictor with coefficient 1.")] = None
-    exposure: Annotated[str | None, _option("A column of exposures, such as years; its logarithm is the offset.")] = (
-        None
-    )
-    status: Annotated[
-        str | None,
-        _option(
-            "For cox: the column with 1 where the event happened at the target's time, 0 where it was censored.",
-            "--status",
-            "--event",
-        ),
-    ] = None
-    whole_categories: Annotated[
-        bool,
-        typer.Option("--whole-categories", help="k counts columns of the file: a category enters with all levels."),
-    ] = False
-    interactions: Annotated[
-        str | None,
-        _option("Products of two columns may enter too: strong (only with both columns) or weak (with one of them)."),
-    ] = None
+    Attributes:
+        target: The column to be explained.
+        drop: A column to leave out; repeatable.
+        force: A column that is always used and not counted; repeatable.
+        category: A column of numbers that are names of categories; repeatable.
+        missing: Missing values: error, drop (their rows) or mean (of the column, with a column that marks them).
+        weight: A column of sample weights; whole numbers count rows.
+        offset: A column that is added to the linear predictor with coefficient 1.
+        exposure: A column of exposures, such as years; its logarithm is the offset.
+        status: For cox: the column with 1 where the event happened at the target's time, 0 where it was censored.
+        whole_categories: k counts columns of the file: a category enters with all levels.
+        interactions: Products of two columns may enter too: strong (only with both columns) or weak (with one of
+            them).
+    """
+
+    target: str = "y"
+    drop: list[str] | None = None
+    force: list[str] | None = None
+    category: list[str] | None = None
+    missing: str = "error"
+    weight: str | None = None
+    offset: str | None = None
+    exposure: str | None = None
+    status: Annotated[str | None, typer.Option("--status", "--event")] = None
+    whole_categories: bool = False
+    interactions: str | None = None
 
     @property
     def aside(self) -> list[str]:
@@ -64,22 +52,18 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Options that bound the coefficients."""
+class CoefficientLimits:
+    """Options that bound the coefficients.
 
-    lower: Annotated[
-        list[str] | None,
-        _option("Least coefficient of a column, or of all columns; at most 0; repeatable.", metavar="[COLUMN=]NUMBER"),
-    ] = None
-    upper: Annotated[
-        list[str] | None,
-        _option(
-            "Largest coefficient of a column, or of all columns; at least 0; repeatable.", metavar="[COLUMN=]NUMBER"
-        ),
-    ] = None
-    non_negative: Annotated[
-        bool, typer.Option("--non-negative", help="No coefficient below 0; the same as --lower 0.")
-    ] = False
+    Attributes:
+        lower ([COLUMN=]NUMBER): Least coefficient of a column, or of all columns; at most 0; repeatable.
+        upper ([COLUMN=]NUMBER): Largest coefficient of a column, or of all columns; at least 0; repeatable.
+        non_negative: No coefficient below 0; the same as --lower 0.
+    """
+
+    lower: list[str] | None = None
+    upper: list[str] | None = None
+    non_negative: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.lower or self.upper or self.non_negative)
@@ -159,26 +143,21 @@ def _gap(text: str | float) -> float:
 
 @dataclass(frozen=True)
 class Proofs:
-    """Options that ask for proofs about the best columns."""
+    """Options that ask for proofs about the best columns.
 
-    certify: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, help="Bound the distance from the best support; squared loss only."),
-    ] = None
-    near: Annotated[
-        float | None,
-        _option(
-            "List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with a proof "
-            "that none is missing; squared loss only. The time limit is that of --certify, else 60 s.",
-            metavar="GAP",
-            parser=_gap,
-        ),
-    ] = None
+    Attributes:
+        certify (SECONDS): Bound the distance from the best support; squared loss only.
+        near (GAP): List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with a
+            proof that none is missing; squared loss only. The time limit is that of --certify, else 60 s.
+    """
+
+    certify: Annotated[float | None, typer.Option(min=0)] = None
+    near: Annotated[float | None, typer.Option(parser=_gap)] = None
 
     def __bool__(self) -> bool:
         return self.certify is not None or self.near is not None
 
-    def check(self, columns: Columns, limits: Limits) -> None:
+    def check(self, columns: TableColumns, limits: CoefficientLimits) -> None:
         """Refuse numbers that are not finite, and proofs about whole categories or bounded coefficients."""
         others = {
             "about --interactions": columns.interactions is not None,
@@ -193,22 +172,19 @@ class Proofs:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Options that say how columns are chosen."""
+class ColumnSelection:
+    """Options that say how columns are chosen.
 
-    select: Annotated[
-        str,
-        typer.Option(
-            metavar="best|knockoff",
-            help="best: the best k columns. knockoff: columns whose expected share of false ones is at most --fdr.",
-        ),
-    ] = "best"
-    fdr: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Of --select knockoff: limit on that share (default 0.1).", min=0, max=1),
-    ] = None
+    Attributes:
+        select (best|knockoff): best: the best k columns. knockoff: columns whose expected share of false ones is at
+            most --fdr.
+        fdr (SHARE): Of --select knockoff: limit on that share (default 0.1).
+    """
 
-    def check(self, columns: Columns, limits: Limits, k: str, proofs: Proofs) -> None:
+    select: str = "best"
+    fdr: Annotated[float | None, typer.Option(min=0, max=1)] = None
+
+    def check(self, columns: TableColumns, limits: CoefficientLimits, k: str, proofs: Proofs) -> None:
         """Refuse an unknown choice, and all options that do not go with the knockoff filter, at once."""
         if self.select not in ("best", "knockoff"):
             raise typer.BadParameter("give best or knockoff", param_hint="--select")

@@ -13,7 +13,7 @@ from torch import nn
 from iobs.core.files import expanded
 from iobs.core.modes import silenced
 from iobs.errors import ModelError
-from iobs.exports.source import Example, Export, Source, Written, needed, source_of
+from iobs.exports.source import Example, Export, ExportSource, Written, needed, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors
 from iobs.exports.to_coreml import write_coreml
 from iobs.exports.to_gguf import write_gguf
@@ -38,7 +38,7 @@ class Target:
         packages: names of the optional packages that it is written with.
     """
 
-    write: Callable[[Source, Path], list[Written]]
+    write: Callable[[ExportSource, Path], list[Written]]
     bits: tuple[int, ...]
     weights: tuple[str, ...]
     what: str

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.exports.source import Example, Source, is_pretrained
+from iobs.exports.source import Example, ExportSource, is_pretrained
 from iobs.pruning.samples.outputs import logits
 
 _TOKENS = 8  # of the example of a language model; other lengths work too
@@ -31,7 +31,7 @@ class Inputs:
     named: bool = True
 
 
-class Graph(nn.Module):
+class ForwardGraph(nn.Module):
     """Forward pass of a model with plain tensors as outputs: logits, or the last hidden state."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -56,7 +56,7 @@ def _first_with_tensors(output: object) -> object:
     return _first_with_tensors(values[0])
 
 
-def inputs_of(source: Source) -> Inputs:
+def inputs_of(source: ExportSource) -> Inputs:
     """The inputs of a model: the example of the user, or one that the configuration tells.
 
     Raises:

@@ -126,7 +126,7 @@ class LayerMatrix:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A model to export, and how.
 
     Attributes:
@@ -178,7 +178,7 @@ class Source:
                 raise NonFiniteError(f"The weight {name!r} holds NaN or infinity; it cannot be exported.")
 
 
-def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, example: Example | None) -> Source:
+def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, example: Example | None) -> ExportSource:
     """The source of an export, from a module, a loaded model, or the name of a model.
 
     Raises:
@@ -190,7 +190,7 @@ def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, exa
         name = type(model).__name__
         refuse = unwritable(f"{name} was given as a module, without files that could be copied.")
         model = LoadedModel(model, None, name, "other", None, refuse)
-    return Source(model, bits, example)
+    return ExportSource(model, bits, example)
 
 
 def is_pretrained(module: nn.Module) -> bool:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid
 from iobs.errors import ModelError
-from iobs.exports.source import Source, Written, is_pretrained, needed
+from iobs.exports.source import ExportSource, Written, is_pretrained, needed
 from iobs.exports.values import Codes, choose_codes
 from iobs.pruning.structure.config_widths import built_shapes, shapes_of
 
 _FORMAT = "pack-quantized"
 
 
-def write_compressed_tensors(source: Source, directory: Path) -> list[Written]:
+def write_compressed_tensors(source: ExportSource, directory: Path) -> list[Written]:
     """Write model.safetensors, a config.json that describes the codes, and the tokenizer.
 
     Raises:
@@ -106,7 +106,7 @@ def _packed(
     return {**packed, "weight_scale": scales}
 
 
-def _write_configuration(source: Source, directory: Path, groups: dict[str, list[str]]) -> None:
+def _write_configuration(source: ExportSource, directory: Path, groups: dict[str, list[str]]) -> None:
     config = source.module.config.to_dict()  # type: ignore[union-attr, operator]
     parts = {
         f"group_{place}": {"targets": layers, "weights": json.loads(scheme), "format": _FORMAT}

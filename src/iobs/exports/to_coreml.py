@@ -19,8 +19,8 @@ from torch import Tensor
 
 from iobs.core.modes import in_eval_mode, silenced
 from iobs.errors import ModelError, first_line
-from iobs.exports.graph import Graph, Inputs, inputs_of, single
-from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed
+from iobs.exports.graph import ForwardGraph, Inputs, inputs_of, single
+from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, needed
 
 FILE = "model.mlpackage"
 _MOST = 64  # samples of a batch
@@ -28,7 +28,7 @@ _TOKENS = 2048  # of a text, at most
 _LEAST_ZEROS = 0.1  # share of zeros from which a mask is worth its bits
 
 
-def write_coreml(source: Source, directory: Path) -> list[Written]:
+def write_coreml(source: ExportSource, directory: Path) -> list[Written]:
     """Write model.mlpackage; weights have 16 bits if that is asked for, otherwise 32.
 
     Raises:
@@ -53,7 +53,7 @@ def write_coreml(source: Source, directory: Path) -> list[Written]:
     return [_record(matrix, kind, masks_in_file) for matrix in source.matrices()]
 
 
-def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> Foreign:
+def _converted(tools: ModuleType, source: ExportSource, inputs: Inputs, kind: str) -> Foreign:
     """The model in Core ML, for batches and texts of any length up to a limit."""
     ranges = {"batch": tools.RangeDim(1, _MOST), "tokens": tools.RangeDim(1, _TOKENS)}
     described = []
@@ -63,7 +63,7 @@ def _converted(tools: ModuleType, source: Source, inputs: Inputs, kind: str) -> 
         dtype = np.float32 if tensor.is_floating_point() else np.int32
         described.append(tools.TensorType(name=name, shape=shape, dtype=dtype))
     with in_eval_mode(source.module), torch.no_grad(), silenced("transformers"):
-        graph = Graph(single(source.module), inputs).eval()
+        graph = ForwardGraph(single(source.module), inputs).eval()
         traced = torch.jit.trace(graph, tuple(inputs.tensors.values()), check_trace=False)  # type: ignore[no-untyped-call]
     return tools.convert(
         traced,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.exports.source import Foreign, Source, Written, needed
+from iobs.exports.source import ExportSource, Foreign, Written, needed
 from iobs.exports.values import Codes, codes_of, exact_codes
 from iobs.models import Tokenizer
 
@@ -38,7 +38,7 @@ _SPLITS = {r"\p{N}{1,3}": "llama-bpe", r"\p{N}| ?[^\s\p{L}\p{N}]+": "qwen2"}
 Json = Mapping[str, "Json"] | Sequence["Json"] | str | int | bool | None
 
 
-def write_gguf(source: Source, directory: Path) -> list[Written]:
+def write_gguf(source: ExportSource, directory: Path) -> list[Written]:
     """Write model.gguf: weights, configuration and tokenizer of a llama-like language model.
 
     Raises:
@@ -74,7 +74,7 @@ def write_gguf(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def _checked(source: Source) -> Foreign:
+def _checked(source: ExportSource) -> Foreign:
     """The configuration of a model that llama.cpp can run.
 
     Raises:

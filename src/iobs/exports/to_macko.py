@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.exports.source import Source, Written, is_pretrained
+from iobs.exports.source import ExportSource, Written, is_pretrained
 
 FILE = "macko_model.pt"
 _PLACES = (".self_attn.", ".mlp.")  # modules whose matrices the reader of MACKO expects in its form
@@ -23,7 +23,7 @@ _STEP = 16  # entries between two stored ones, at most
 _PADDING = 8  # stored values come in multiples of this
 
 
-def write_macko(source: Source, directory: Path) -> list[Written]:
+def write_macko(source: ExportSource, directory: Path) -> list[Written]:
     """Write macko_model.pt: the state dict in float16, and `c_0` to `c_4` in place of each matrix.
 
     Raises:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from iobs.core.modes import in_eval_mode, silenced
 from iobs.errors import ModelError, first_line
-from iobs.exports.graph import Graph, Inputs, inputs_of, single
-from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed
+from iobs.exports.graph import ForwardGraph, Inputs, inputs_of, single
+from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, needed
 from iobs.exports.values import choose_codes, in_pairs
 
 FILE = "model.onnx"
@@ -30,7 +30,7 @@ _OPSET = 21
 _LARGE = 1_500_000_000  # bytes from which the weights lie in a file of their own: a graph holds 2 GB at most
 
 
-def write_onnx(source: Source, directory: Path) -> list[Written]:
+def write_onnx(source: ExportSource, directory: Path) -> list[Written]:
     """Write model.onnx, and the tokenizer and configuration of a model of transformers.
 
     Raises:
@@ -45,7 +45,7 @@ def write_onnx(source: Source, directory: Path) -> list[Written]:
     return written
 
 
-def traced(source: Source) -> Foreign:
+def traced(source: ExportSource) -> Foreign:
     """The graph of a model in ONNX (`onnx.ModelProto`) with weights of 32 bits.
 
     A weight has the name of its parameter after "model.".
@@ -59,7 +59,7 @@ def traced(source: Source) -> Foreign:
     dims = {name: torch.export.Dim(name) for free in inputs.moving.values() for name in free.values()}
     moving = tuple({axis: dims[free] for axis, free in inputs.moving[name].items()} for name in names)
     with silenced("torch.onnx"), in_eval_mode(source.module):
-        graph = Graph(single(source.module), inputs).eval()
+        graph = ForwardGraph(single(source.module), inputs).eval()
         _try(graph, inputs, source.model.source)
         try:
             program = torch.onnx.export(
@@ -84,7 +84,7 @@ def traced(source: Source) -> Foreign:
     return model
 
 
-def _try(graph: Graph, inputs: Inputs, name: str) -> None:
+def _try(graph: ForwardGraph, inputs: Inputs, name: str) -> None:
     """Run the graph once: of an input that does not fit, the tracers say little.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from iobs.errors import ModelError, first_line
-from iobs.exports.source import Foreign, LayerMatrix, Source, Written, needed
+from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, needed
 from iobs.exports.to_onnx import FILE as GRAPH
 from iobs.exports.to_onnx import traced
 from iobs.exports.values import Codes, choose_codes, in_pairs
@@ -23,7 +23,7 @@ from iobs.exports.values import Codes, choose_codes, in_pairs
 FILE = "openvino_model.xml"
 
 
-def write_openvino(source: Source, directory: Path) -> list[Written]:
+def write_openvino(source: ExportSource, directory: Path) -> list[Written]:
     """Write openvino_model.xml and openvino_model.bin.
 
     Raises:
@@ -54,7 +54,7 @@ def write_openvino(source: Source, directory: Path) -> list[Written]:
 
 
 def _freed(
-    onnx: ModuleType, graph: Foreign, source: Source
+    onnx: ModuleType, graph: Foreign, source: ExportSource
 ) -> tuple[dict[str, tuple[LayerMatrix, Codes]], list[Written]]:
     """Make the matrices with codes inputs of the graph: OpenVINO folds constants into others when it reads a graph.
 

@@ -2,133 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
 from iobs.inference import cpu
 from iobs.inference.modules import StoredLinear
 
-# ---- Types of the parts of a Llama-like model of transformers that `Decoder` reads
+# A Llama-like model of transformers and its caches, for which transformers has no useful types. The code reads
+# `model.layers`, `embed_tokens`, `norm`, `rotary_emb` and `lm_head`, and of a cache the keys and values of every layer.
+CausalModel: TypeAlias = Any
+Cache: TypeAlias = Any
 
-
-class Config(Protocol):
-    """Settings of the model."""
-
-    max_position_embeddings: int
-    vocab_size: int
-    hidden_act: str
-    rms_norm_eps: float
-    num_attention_heads: int
-    num_key_value_heads: int
-    sliding_window: int | None
-    use_sliding_window: bool
-    output_attentions: bool
-    output_hidden_states: bool
-
-
-class Weighted(Protocol):
-    """A module with one weight: a norm."""
-
-    weight: Tensor
-
-
-class EmbeddingTable(Protocol):
-    """An embedding, dense or stored."""
-
-    num_embeddings: int
-
-    def __call__(self, numbers: Tensor) -> Tensor:
-        """The rows of some tokens."""
-
-
-class Attention(Protocol):
-    """Self-attention; Qwen3 has norms of queries and keys too."""
-
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: Weighted
-    k_norm: Weighted
-    head_dim: int
-    scaling: float
-
-
-class Gated(Protocol):
-    """The MLP."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-
-class DecoderLayer(Protocol):
-    """One decoder layer."""
-
-    self_attn: Attention
-    mlp: Gated
-    input_layernorm: Weighted
-    post_attention_layernorm: Weighted
-
-
-class Rotary(Protocol):
-    """Rotary embedding: cosines and sines (1, positions, head size)."""
-
-    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute them for positions (1, positions)."""
-
-
-class Body(Protocol):
-    """The model without its head."""
-
-    layers: Sequence[DecoderLayer]
-    embed_tokens: EmbeddingTable
-    norm: Weighted
-    rotary_emb: Rotary
-
-
-class CachedLayer(Protocol):
-    """Keys and values of one layer: (1, key heads, positions, head size).
-
-    A layer with a sliding window alone has `cumulative_length`, the tokens that it has read, and `sliding_window`.
-    """
-
-    keys: Tensor
-    values: Tensor
-    dtype: torch.dtype
-    is_initialized: bool
-    cumulative_length: int
-    sliding_window: int
-
-
-class Cache(Protocol):
-    """Keys and values of all layers."""
-
-    layers: Sequence[CachedLayer]
-
-
-class Output(Protocol):
-    """The result of a forward pass; logits (1, positions, vocabulary)."""
-
-    past_key_values: Cache
-    logits: Tensor
-
-
-class CausalModel(Protocol):
-    """The whole model."""
-
-    config: Config
-    model: Body
-    lm_head: nn.Module
-
-    def __call__(self, *, input_ids: Tensor, use_cache: bool, logits_to_keep: int) -> Output:
-        """Compute the logits of the last positions."""
-
-
+LONGEST = 2048  # tokens of a text, unless more are asked for: bounds the memory of keys and values
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _KNOWN_CODE = ("transformers.", "torch.nn.", "iobs.")  # modules inside that compute as the compiled step does
 
@@ -151,7 +38,7 @@ def undecodable(model: nn.Module) -> str | None:
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not hasattr(model, "lm_head") or not layers:
         return "it has no layers, or no head for text"
-    return _unknown_setting(cast(CausalModel, model)) or _uneven(cast(CausalModel, model))
+    return _unknown_setting(model) or _uneven(model)
 
 
 def changed(module: nn.Module) -> bool:
@@ -166,13 +53,13 @@ def heard_by_all() -> bool:
 
 def most_tokens(model: nn.Module) -> int:
     """Number of tokens that a Llama-like model attends to at most."""
-    config = cast(CausalModel, model).config
+    config = model.config
     return min(config.max_position_embeddings, window_of(model) or config.max_position_embeddings)
 
 
 def window_of(model: nn.Module) -> int | None:
     """Tokens in the sliding window of a Llama-like model; None: it has none."""
-    config = cast(CausalModel, model).config
+    config = model.config
     slides = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if slides else None
 

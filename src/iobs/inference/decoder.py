@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
-from iobs.inference.decodable import CausalModel, most_tokens, undecodable
+from iobs.inference.decodable import LONGEST, CausalModel, most_tokens, undecodable
 from iobs.inference.decode_step import MATRICES, DecoderWeights, StepBuffers, normalise, rotate, step
 from iobs.inference.formats import FormatName
 from iobs.inference.kernels_avx512 import CODES
@@ -114,7 +113,6 @@ def _attend(queries: Tensor, past: tuple[Tensor, Tensor], scaling: float) -> Ten
 # ---- The decoder: its memory, and its loop over new tokens
 
 Bytes = NDArray[np.uint8]
-LONGEST = 2048  # tokens of a text, unless more are asked for
 
 
 def require_prompt(prompt: Tensor) -> None:
@@ -149,7 +147,7 @@ class Decoder:
         reason = undecodable(model)
         if reason is not None:
             raise ProblemError(f"This model cannot be decoded: {reason}. Use model.generate.")
-        self.model = cast(CausalModel, model)
+        self.model: CausalModel = model
         config = self.model.config
         most = most_tokens(model)
         self.longest = min(most, LONGEST) if longest is None else longest
@@ -183,8 +181,7 @@ class Decoder:
         for kept in self._kept:
             place = kept.data_ptr() if isinstance(kept, Tensor) else kept.ctypes.data
             sizes[place] = kept.nbytes
-        module = cast(nn.Module, self.model)
-        of_model = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        of_model = {tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
         return sum(size for place, size in sizes.items() if place not in of_model)
 
     def generate(self, prompt: Tensor, tokens: int, stop: tuple[int, ...] = ()) -> Iterator[int]:

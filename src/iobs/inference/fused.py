@@ -10,15 +10,20 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from iobs.inference.decodable import Cache, CachedLayer, CausalModel, changed, heard_by_all, most_tokens, undecodable
-from iobs.inference.decoder import LONGEST, Decoder, Reals
+from iobs.inference.decodable import LONGEST, Cache, changed, heard_by_all, most_tokens, undecodable
 from iobs.inference.modules import StoredLinear
+
+if TYPE_CHECKING:
+    from iobs.inference.decoder import Decoder
+
+Reals = NDArray[np.float32]
 
 _ROOM = 32  # least number of positions of the first memory for keys and values; the system clears every page of it
 _PLAIN_CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # classes that hold keys and values unrounded
@@ -105,7 +110,7 @@ class FusedForward:
             return type(self.model).forward(self.model, *args, **keywords)
         by_position = dict(zip(self.__signature__.parameters, args))  # noqa: B905 - too many are the model's error
         named = by_position | keywords
-        ids, cache = named.get("input_ids"), cast(Cache, named.get("past_key_values"))
+        ids, cache = named.get("input_ids"), named.get("past_key_values")
         position = None if self._result is None else self._position(named)
         session = None if position is None else self._session_at(cache, position)
         if position is None or session is None:
@@ -116,7 +121,7 @@ class FusedForward:
         logits = session.step(int(cast(Tensor, ids)), position)
         session.write(cache)
         assert self._result is not None
-        dtype = cast(CausalModel, self.model).model.norm.weight.dtype
+        dtype = self.model.model.norm.weight.dtype
         return self._result(logits=torch.from_numpy(logits.copy())[None, None].to(dtype), past_key_values=cache)
 
     def _position(self, arguments: dict[str, object]) -> int | None:
@@ -134,7 +139,7 @@ class FusedForward:
             return None
         if any(value is not None and value is not False for name, value in arguments.items() if name not in _KNOWN):
             return None
-        config = cast(CausalModel, self.model).config
+        config = self.model.config
         return None if config.output_attentions or config.output_hidden_states else position
 
     def _session_at(self, cache: Cache, position: int) -> _Session | None:
@@ -164,6 +169,8 @@ class FusedForward:
 
     def _decoder(self, position: int) -> Decoder:
         """The compiled step of a text that has `position` tokens now."""
+        from iobs.inference.decoder import Decoder  # imports numba, which `import iobs.inference` need not
+
         longest = min(max(LONGEST, 2 * position), most_tokens(self.model))
         return Decoder(self.model, longest, compiled=False)  # each text would pay for a token more
 
@@ -193,7 +200,7 @@ def _computable(model: nn.Module) -> bool:
     """True if the compiled step computes what the modules do: the same matrices, by as many threads."""
     if undecodable(model) is not None:
         return False
-    parts = (*cast(nn.Module, cast(CausalModel, model).model).modules(), cast(CausalModel, model).lm_head)
+    parts = (*model.model.modules(), model.lm_head)
     linear = [module for module in parts if isinstance(module, (nn.Linear, StoredLinear))]
     return all(isinstance(module, StoredLinear) and module.threads == 1 for module in linear)
 
@@ -203,9 +210,9 @@ def fuse(model: nn.Module) -> None:
     model.forward = FusedForward(model)
 
 
-def _layers(cache: object) -> Sequence[CachedLayer]:
+def _layers(cache: object) -> Sequence[Cache]:
     """The layers of a cache that holds keys and values unrounded; none of another kind of cache."""
-    layers: Sequence[CachedLayer] = getattr(cache, "layers", ())
+    layers: Sequence[Cache] = getattr(cache, "layers", ())
     plain = all(type(layer).__name__ in _PLAIN_CACHES and layer.is_initialized for layer in layers)
     return layers if plain else ()
 
@@ -216,7 +223,7 @@ def _cached(cache: object) -> int:
     return lengths.pop() if len(lengths) == 1 else 0
 
 
-def _held(layer: CachedLayer) -> int:
+def _held(layer: Cache) -> int:
     """Number of tokens in a layer of a cache; 0 if it has forgotten some, or would forget one with the next token."""
     if len(layer.keys) != 1:
         return 0

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +17,17 @@ from torch import Tensor, nn
 from iobs.errors import ModelError
 from iobs.models.weights import Entry
 
-_Converted: TypeAlias = Mapping[str, Tensor | list[Tensor]]
 _CUT = 64  # entries along the last axis of the tensors that a conversion is tried on
 
 
-class Renaming(Protocol):
-    """Rule of transformers for the name of a tensor, a `WeightRenaming`."""
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """The other name, and the pattern that matched."""
-        ...
-
-
-class Converter(Renaming, Protocol):
-    """Rule of transformers that makes tensors of other tensors, a `WeightConverter`."""
-
-    source_patterns: list[str]
-    operations: list[object]
-
-    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Tensor, /) -> None:
-        """Give a tensor."""
-        ...
-
-    def convert(self, layer_name: str, model: nn.Module, config: object) -> _Converted | tuple[_Converted, object]:
-        """Convert the given tensors; transformers 5.0 returns errors beside them."""
-        ...
-
-    def reverse_transform(self) -> Converter:
-        """The converter back."""
-        ...
+# Rules of transformers, which it gives no types: `rename_source_key` gives the other name of a tensor and the pattern
+# that matched; a `Converter` also takes tensors (`add_tensor`), converts them, and has a `reverse_transform`.
+Renaming: TypeAlias = Any  # a `WeightRenaming`
+Converter: TypeAlias = Any  # a `WeightConverter`
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConversionRule:
     """One conversion of transformers for given tensors.
 
     Args:
@@ -72,7 +50,7 @@ class Rule:
         for name, pattern in self.patterns.items():
             converter.add_tensor(self.renamed, name, pattern, tensors[name])
         result = converter.convert(self.renamed, model=self.module, config=self.module.config)
-        result = result[0] if isinstance(result, tuple) else result
+        result = result[0] if isinstance(result, tuple) else result  # transformers 5.0 gives errors beside it
         single = {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
         return {self.names.get(name, name): value for name, value in single.items()}
 
@@ -187,7 +165,7 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> list[Co
     exact = set[int]()
     for target, patterns in groups.items():
         converter = next(rule for rule in converters if next(iter(patterns.values())) in rule.source_patterns)
-        forward = Rule(cast(Converter, converter), target, patterns, module, {})
+        forward = ConversionRule(converter, target, patterns, module, {})
         sources = {name: entries[name] for name in patterns}
         converted = _converted(forward, sources, state)
         conversions.append(_with_way_back(forward, sources, converted, renamings, prefix))
@@ -198,7 +176,7 @@ def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> list[Co
     return conversions
 
 
-def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _converted(forward: ConversionRule, sources: Mapping[str, Entry], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the module that tensors of the files make up, without numbers.
 
     Raises:
@@ -219,7 +197,7 @@ def _converted(forward: Rule, sources: Mapping[str, Entry], state: Mapping[str, 
 
 
 def _with_way_back(
-    forward: Rule,
+    forward: ConversionRule,
     sources: Mapping[str, Entry],
     converted: Mapping[str, Tensor],
     renamings: Iterable[Renaming],
@@ -239,7 +217,7 @@ def _with_way_back(
         interim |= {_renamed(name, renamings): name for name in sources}
         first = next(iter(renamed.values()))[0]
         patterns = {name: str(pattern) for name, (_, pattern) in renamed.items()}
-        backward = Rule(reverse, first, patterns, forward.module, interim)
+        backward = ConversionRule(reverse, first, patterns, forward.module, interim)
         again = {name: tuple(tensor.shape) for name, tensor in backward(converted).items()}
     except Exception as error:  # rules of transformers raise exceptions of every kind
         raise _no_way_back(next(iter(sources)), error) from error

@@ -86,11 +86,11 @@ class WideLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of inputs (..., columns) with the weight (rows, columns), plus the bias."""
-        output: Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        output: Tensor = _WideProduct.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias
 
 
-class _Product(torch.autograd.Function):
+class _WideProduct(torch.autograd.Function):
     """Inputs times the transposed weight; the gradient of the weight is left out."""
 
     @staticmethod
