@@ -321,28 +321,34 @@ def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
+@njit(inline="always")
+def _byte_row(matrix: Value, tokens: Value, row: Value, place: Value, odd: Value) -> Value:
+    """The scaled sums of a masked row whose bytes begin at `place`; with `odd` 1 each block takes an even number."""
+    groups, table = (matrix.blocks + 1) // 2, matrix.levels
+    mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
+    tile = scaled_tile8(tokens)
+    for group in range(matrix.blocks // 2):
+        bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+        prefetch(place + _AHEAD)
+        second = place + ((count_bits(bits) + odd) & ~odd)
+        sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
+        sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
+        tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+        place = second + ((count_bits(more) + odd) & ~odd)
+    if matrix.blocks % 2:
+        group = groups - 1
+        expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
+        sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
+        tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
+    return tile
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the scale of the token."""
-    groups, table = (matrix.blocks + 1) // 2, matrix.levels
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
-        tile = scaled_tile8(tokens)
-        for group in range(matrix.blocks // 2):
-            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
-            prefetch(place + _AHEAD)
-            second = place + count_bits(bits)
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
-            sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-            place = second + count_bits(more)
-        if matrix.blocks % 2:
-            group = groups - 1
-            expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-        write_sums(tile, tokens, output + 4 * row, stride)
+        write_sums(_byte_row(matrix, tokens, row, place, 0), tokens, output + 4 * row, stride)
 
 
 @njit(inline="always")
@@ -404,33 +410,13 @@ def _levels_of(matrix: Value, row: Value, output: Value) -> None:
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int4 matrix times each token, without the scale of the token."""
-    groups, table = (matrix.blocks + 1) // 2, matrix.levels
     scratch = np.zeros(64 * matrix.blocks + 64, np.uint8)
     for row in range(first, last):
         place = scratch.ctypes.data
         _levels_of(matrix, row, place)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
-        tile = scaled_tile8(tokens)
-        for group in range(matrix.blocks // 2):
-            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
-            second = place + _even(count_bits(bits))
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
-            sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-            place = second + _even(count_bits(more))
-        if matrix.blocks % 2:
-            group = groups - 1
-            expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
-            sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-        write_sums(tile, tokens, output + 4 * row, stride)
+        # A block of codes begins with a new byte, so its levels are an even number.
+        write_sums(_byte_row(matrix, tokens, row, place, 1), tokens, output + 4 * row, stride)
     scratch[0] = 0  # the array must live until here
-
-
-@njit(inline="always")
-def _even(count: Value) -> Value:
-    """The next even number: a block of codes begins with a new byte."""
-    return (count + 1) & ~1
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -467,17 +453,23 @@ def unpack_bitmask_bf16(matrix: Value, output: Value, first: Value, last: Value)
             output += 256
 
 
+@njit(inline="always")
+def _unpack_bytes(matrix: Value, row: Value, place: Value, output: Value, odd: Value) -> None:
+    """Store a masked row of bytes, which begin at `place`, as float32; `odd` as of `_byte_row`."""
+    mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+    for block in range(matrix.blocks):
+        bits = read_mask(mask + 8 * block)
+        weights = spread_bytes(matrix.levels, place, bits)
+        write_scaled8(output + 256 * block, weights, read_bfloat(scale + 2 * (block // 2)))
+        place += (count_bits(bits) + odd) & ~odd
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def unpack_bitmask_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
-        for block in range(matrix.blocks):
-            bits = read_mask(mask + 8 * block)
-            write_scaled8(output, spread_bytes(matrix.levels, place, bits), read_bfloat(scale + 2 * (block // 2)))
-            place += count_bits(bits)
-            output += 256
+        _unpack_bytes(matrix, row, place, output + 256 * matrix.blocks * (row - first), 0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -487,12 +479,7 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
     for row in range(first, last):
         place = scratch.ctypes.data
         _levels_of(matrix, row, place)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
-        for block in range(matrix.blocks):
-            bits = read_mask(mask + 8 * block)
-            write_scaled8(output, spread_bytes(matrix.levels, place, bits), read_bfloat(scale + 2 * (block // 2)))
-            place += _even(count_bits(bits))
-            output += 256
+        _unpack_bytes(matrix, row, place, output + 256 * matrix.blocks * (row - first), 1)
     scratch[0] = 0  # the array must live until here
 
 
