@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import iobs
 from iobs.inference import FORMATS, cpu, store
 from iobs.inference.decodable import undecodable
-from iobs.inference.generation import generated
+from iobs.inference.decoder import generated
 from iobs.inference.product import StoredProduct
 
 SIZE, REPETITIONS = 4096, 15

@@ -8,7 +8,7 @@ import torch
 from checks import one_error
 
 from iobs import models
-from iobs.inference import StoredLinear, generation
+from iobs.inference import StoredLinear, decoder
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def generated(monkeypatch):
         calls.append(arguments)
         return iter(tokens)
 
-    monkeypatch.setattr(generation, "generated", noted)
+    monkeypatch.setattr(decoder, "generated", noted)
     noted.calls, noted.tokens = calls, tokens
     return noted
 

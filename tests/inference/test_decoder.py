@@ -10,8 +10,7 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.inference import choices, cpu
 from iobs.inference.decodable import undecodable
-from iobs.inference.decoder import Decoder
-from iobs.inference.generation import generated
+from iobs.inference.decoder import Decoder, generated
 
 transformers = pytest.importorskip("transformers")
 FAMILIES = {

@@ -17,10 +17,9 @@ from iobs.cli.benching import Workload, repetition
 from iobs.errors import ProblemError
 from iobs.inference import cpu, fused
 from iobs.inference.decodable import undecodable
-from iobs.inference.decoder import Decoder
+from iobs.inference.decoder import Decoder, generated
 from iobs.inference.formats import store
 from iobs.inference.fused import FusedForward, can_fuse, fuse
-from iobs.inference.generation import generated
 from iobs.inference.modules import StoredLinear, can_store, matrix_of
 from iobs.inference.storing import replace_layers
 from iobs.models import LoadedModel

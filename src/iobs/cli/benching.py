@@ -246,9 +246,8 @@ def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetit
     import torch
 
     from iobs.inference.decodable import most_tokens, undecodable
-    from iobs.inference.decoder import Decoder
+    from iobs.inference.decoder import Decoder, generated
     from iobs.inference.fused import FusedForward
-    from iobs.inference.generation import generated
 
     if loaded.task != "causal-lm":
         image = image_of(loaded, workload)

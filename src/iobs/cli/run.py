@@ -44,7 +44,7 @@ def run(
     from iobs.errors import ModelError
     from iobs.inference import accelerate
     from iobs.inference.choices import PRECISIONS
-    from iobs.inference.generation import generated
+    from iobs.inference.decoder import generated
     from iobs.inference.storing import precision_of
 
     precision = checked_precision(precision, model, (*PRECISIONS, "dense"))

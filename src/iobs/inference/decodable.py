@@ -51,13 +51,14 @@ def heard_by_all() -> bool:
     return bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
 
 
-def most_tokens(model: nn.Module) -> int:
+def most_tokens(model: CausalModel) -> int:
     """Number of tokens that a Llama-like model attends to at most."""
     config = model.config
-    return min(config.max_position_embeddings, window_of(model) or config.max_position_embeddings)
+    longest: int = config.max_position_embeddings
+    return min(longest, window_of(model) or longest)
 
 
-def window_of(model: nn.Module) -> int | None:
+def window_of(model: CausalModel) -> int | None:
     """Tokens in the sliding window of a Llama-like model; None: it has none."""
     config = model.config
     slides = getattr(config, "use_sliding_window", True)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from iobs.inference.decodable import LONGEST, Cache, changed, heard_by_all, most_tokens, undecodable
+from iobs.inference.decodable import LONGEST, Cache, CausalModel, changed, heard_by_all, most_tokens, undecodable
 from iobs.inference.modules import StoredLinear
 
 if TYPE_CHECKING:
@@ -53,11 +53,12 @@ class _Session:
 
     def holds(self, cache: Cache, position: int) -> bool:
         """True if the cache still has the first `position` keys and values of this session, and room is left."""
-        if self.cache() is not cache or position == self.decoder.longest:
+        current = self.cache()
+        if current is None or current is not cache or position == self.decoder.longest:
             return False
         return all(
             cached.data_ptr() == memory.ctypes.data + number * memory.strides[0] and cached.shape[-2] == position
-            for number, layer in enumerate(cache.layers)
+            for number, layer in enumerate(current.layers)
             for cached, memory in ((layer.keys, self.keys), (layer.values, self.values))
         )
 
@@ -94,7 +95,7 @@ class FusedForward:
         model: a model that `can_fuse`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.model = model
         self.__signature__ = inspect.signature(model.forward)  # `generate` reads the names of the arguments
         self._session: _Session | None = None
@@ -196,7 +197,7 @@ def can_fuse(model: nn.Module) -> bool:
     return "forward" not in vars(model) and _computable(model)
 
 
-def _computable(model: nn.Module) -> bool:
+def _computable(model: CausalModel) -> bool:
     """True if the compiled step computes what the modules do: the same matrices, by as many threads."""
     if undecodable(model) is not None:
         return False
