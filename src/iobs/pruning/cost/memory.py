@@ -11,6 +11,7 @@ import torch
 from iobs.core.files import expanded
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.calibration.row_fisher import PROBE_TOKENS
 from iobs.pruning.cost.work import run_samples, solver_cost
 from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.forecast import Forecast
@@ -21,7 +22,7 @@ from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import AT_ONCE, Batch
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
@@ -30,6 +31,7 @@ _COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
 _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
 _STORED_MASTER = 4  # of a fitted weight in a checkpoint
 _SCORES = 6  # tensors (tokens, vocabulary), in the model's dtype or float32, of a divergence and its gradient
+_FISHER_SCORES = 5  # scores of a piece of text: in float32, their logarithms, chances twice, and a gradient
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -171,6 +173,12 @@ class GramSizes:
         return kept + max(regression, solver, errors)
 
 
+def prices_rows(recipe: Recipe) -> bool:
+    """True if a run may need the Fisher information of rows."""
+    weighted = recipe.curvature != "layer" and not recipe.reads_weights_only
+    return weighted or as_allocation(recipe.allocation).criterion != "uniform"
+
+
 def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> dict[str, int]:
     """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
 
@@ -199,6 +207,10 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
     step = 2 * itemsize * _ACTIVATIONS * sizes.step_tokens * widest
     scores = sizes.step_tokens * sizes.vocabulary
     logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
+    if prices_rows(recipe):
+        piece = min(AT_ONCE, sizes.tokens)
+        passed = 2 * itemsize * _ACTIVATIONS * piece * widest
+        predicted["prices of rows"] = itemsize * sizes.block + passed + _FISHER_SCORES * 4 * piece * sizes.vocabulary
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block
@@ -332,6 +344,9 @@ def plan(
     ranks, held = current(), held_blocks(recipe)
     hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
     hidden = hidden * run_samples(recipe, sizes.layers, samples, holdout, ranks.size) // samples
+    # The prices of rows need the input of every block at once, and what follows has its own hidden states.
+    positions = min(sum(tokens[ranks.rank :: ranks.size]), PROBE_TOKENS) if prices_rows(recipe) else 0
+    priced = sizes.itemsize * positions * sizes.width * (sizes.blocks + 1)
     grams = GramSizes.of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
     phases = {
@@ -345,7 +360,7 @@ def plan(
         model_bytes=model_bytes,
         spilled_bytes=0,
         layers=len(sizes.layers),
-        streams_bytes=held.streams * hidden + held.masters * weights,
+        streams_bytes=max(held.streams * hidden + held.masters * weights, priced),
         grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
         checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
         peaks=phases,

@@ -209,6 +209,7 @@ class CurveSweep:
             if keep < full and curve.at(keep) > 0:
                 weight = self._solved(layer, statistics, dense, (FREE, keep), 1)
                 factor = self._divergence(layer, weight) / curve.at(keep)
+                factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
                 curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
                 return LayerCurves({FREE: curve}, True).values()
         curves = {bits: Curve.of(values, energy) for bits, values in points.items()}
