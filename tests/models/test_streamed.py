@@ -56,7 +56,7 @@ def test_float32_buffer_of_a_block_is_loaded_as_it_is_stored(tmp_path):
 def test_settings_for_the_whole_network_are_refused(tmp_path):
     families.saved("llama", tmp_path / "model")
     arguments = tmp_path / "model", tmp_path / "out", families.language_batches(), iobs.NM(2, 4)
-    settings = {"rounds": 3, "allocation": "fisher", "batch_norm": "update", "target": "model", "inputs": "dense"}
+    settings = {"rounds": 3, "allocation": "search", "batch_norm": "update", "target": "model", "inputs": "dense"}
     settings |= {"finetune": iobs.FineTune(), "solver": "chita"}
     for name, value in settings.items():
         with pytest.raises(ProblemError, match=f"^{name}: not with one block in memory"):
@@ -229,7 +229,7 @@ def test_blocks_that_run_in_cycles_are_refused_before_any_work(tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_allocation_by_block_is_the_same_with_one_block_in_memory(tmp_path):
+def test_allocation_is_the_same_with_one_block_in_memory(tmp_path):
     model = families.saved("llama", tmp_path / "model", torch.float32)
     data = families.language_batches()
     options = {"allocation": "fisher", "holdout": 0.0, **OPTIONS}
