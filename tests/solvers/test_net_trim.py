@@ -1,4 +1,4 @@
-"""Net-Trim against convex solvers: scipy on tiny layers, cvxpy where it is installed."""
+"""Net-Trim against convex solvers: scipy on tiny layers."""
 
 import numpy as np
 import pytest

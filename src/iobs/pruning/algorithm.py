@@ -2,10 +2,10 @@
 
 Every run uses this loop. It reads and writes these objects:
 
-    work.store      the weights of the model (`store.py`)
-    work.recipe     the settings of the run (`recipe/`)
+    workspace.store      the weights of the model (`store.py`)
+    workspace.recipe     the settings of the run (`recipe/`)
     plan            the pattern of every layer, from `allocate` (`plan/allocate.py`)
-    work.decided    rounds, optimizers and learning rates (`decisions/`)
+    workspace.decided    rounds, optimizers and learning rates (`decisions/`)
     Projection      the mask and the weights of every layer (`layerwise/projection.py`)
     Report          the result, with all decisions (`report.py`)
 """
@@ -63,120 +63,124 @@ _UNREACHED = Reason("unreached", "the network fed it nothing on the calibration 
 _UNOBSERVED = Reason("not multiplied", "used by the model, but in no product that can be observed")
 
 
-def run(work: Workspace, ends: bool = True) -> Report:
+def run(workspace: Workspace, ends: bool = True) -> Report:
     """Run Algorithm 2; at the end the model has the weights of the best record.
 
     Args:
-        work: the state of the run.
+        workspace: the state of the run.
         ends: tell the callbacks of the end; False if the caller changes the model further, and tells them itself.
     """
-    started, census = time.perf_counter(), Census.of(work.store.model)
-    with work.store.running(work.request.patterns, work.memory):  # restores the dense weights on any failure
-        dense, foretell = prepare(work, census), forecaster(work)
-        plan, allocation = allocate(work)
-        _ = work.importance  # measured on the dense model
-        work.store.set_patterns(plan)
-        best = Best(work, plan)
+    started, census = time.perf_counter(), Census.of(workspace.store.model)
+    with workspace.store.running(
+        workspace.request.patterns, workspace.memory
+    ):  # restores the dense weights on any failure
+        dense, foretell = prepare(workspace, census), forecaster(workspace)
+        plan, allocation = allocate(workspace)
+        _ = workspace.importance  # measured on the dense model
+        workspace.store.set_patterns(plan)
+        best = Best(workspace, plan)
         descent: Descent | None = None
         for index in count():
-            record = project(work, scheduled(plan, work.decided.rounds, index), index, descent)  # lines 3 to 8
+            record = project(
+                workspace, scheduled(plan, workspace.decided.rounds, index), index, descent
+            )  # lines 3 to 8
             best.consider(record)
             if index == 0:
-                work.decided = replace(work.decided, rounds=decide_growth(work))
+                workspace.decided = replace(workspace.decided, rounds=decide_growth(workspace))
                 foretell()
-                work.decided = decide_rates(work, plan, work.decided)
+                workspace.decided = decide_rates(workspace, plan, workspace.decided)
                 foretell()
-            if index + 1 == work.decided.rounds.count:
+            if index + 1 == workspace.decided.rounds.count:
                 break
-            descent = finetune(work, plan, record, descent)  # line 9
+            descent = finetune(workspace, plan, record, descent)  # line 9
         descent = None  # frees its float32 weights and its optimizer state
         projection, weights = best.record, best.weights
-        for step in candidates(work.decided):
-            work.store.restore(weights)
-            best.consider(finetune_last(work, projection, plan, step, len(best.records)))
-        work.store.restore(best.weights)
-        report = report_of(work, best, dense, census, allocation, time.perf_counter() - started)
+        for step in candidates(workspace.decided):
+            workspace.store.restore(weights)
+            best.consider(finetune_last(workspace, projection, plan, step, len(best.records)))
+        workspace.store.restore(best.weights)
+        report = report_of(workspace, best, dense, census, allocation, time.perf_counter() - started)
         if ends:
-            work.callbacks.on_end(report)
+            workspace.callbacks.on_end(report)
         return report
 
 
-def project(work: Workspace, patterns: Plan, index: int, descent: Descent | None) -> RoundRecord:
+def project(workspace: Workspace, patterns: Plan, index: int, descent: Descent | None) -> RoundRecord:
     """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
-    began, recipe, samples = time.perf_counter(), work.recipe_of_round(index), work.portion(index)
+    began, recipe, samples = time.perf_counter(), workspace.recipe_of_round(index), workspace.portion(index)
     if recipe.network_solver is not None:
-        record = project_network(work, patterns, recipe.network_solver, index)
+        record = project_network(workspace, patterns, recipe.network_solver, index)
     else:
         masters = {} if descent is None else descent.groups[0].values
-        biases = work.biases if recipe.refits_biases else {}
+        biases = workspace.biases if recipe.refits_biases else {}
         projection = Projection(
-            store=work.store,
+            store=workspace.store,
             patterns=patterns,
             recipe=recipe,
             index=index,
-            checkpoint=work.checkpoint,
-            ranks=work.ranks,
+            checkpoint=workspace.checkpoint,
+            ranks=workspace.ranks,
             masters=masters,
-            callback=work.callbacks,
+            callback=workspace.callbacks,
             biases=biases,
-            importance=work.importance,
+            importance=workspace.importance,
         )
-        sweep = sweep_of(work, samples, index)
+        sweep = sweep_of(workspace, samples, index)
         if recipe.blocks is not None and sweep.chain:
-            Walk(work, sweep, projection, recipe.blocks).run()
-        elif work.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
-            sweep = project_by_weights(work, projection, sweep)
+            Walk(workspace, sweep, projection, recipe.blocks).run()
+        elif workspace.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
+            sweep = project_by_weights(workspace, projection, sweep)
         else:
-            project_groups(work, projection, sweep)
-        handle_layers_without_input(work, projection, sweep.without_input)
+            project_groups(workspace, projection, sweep)
+        handle_layers_without_input(workspace, projection, sweep.without_input)
         record = projection.record
         if not recipe.reads_weights_only:
-            note_pruning_by_magnitude(work, record)
+            note_pruning_by_magnitude(workspace, record)
     if recipe.batch_norm == "update":
-        update_batch_norm(work.store.model, samples)
-    return measured(work, record, samples, began)
+        update_batch_norm(workspace.store.model, samples)
+    return measured(workspace, record, samples, began)
 
 
-def project_groups(work: Workspace, projection: Projection, sweep: Sweep) -> None:
+def project_groups(workspace: Workspace, projection: Projection, sweep: Sweep) -> None:
     """Prune the groups of a sweep."""
     for group in sweep.groups():
         projection.project(group)
-        work.memory.look()
+        workspace.memory.look()
 
 
-def project_by_weights(work: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
+def project_by_weights(workspace: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
     """Prune layers whose result depends on no data: a few samples give the errors for the report.
 
     Layers that these samples do not reach are pruned in a sweep of all samples. If the blocks are gone after one sweep,
     experts get all samples at once. Returns the last sweep.
     """
-    everything = not work.reenters and any(layer.expert is not None for layer in sweep.layers)
+    everything = not workspace.reenters and any(layer.expert is not None for layer in sweep.layers)
     few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]
     short = replace(sweep, calibration=few[0], heldout=few[1])
-    project_groups(work, projection, short)
-    if short.without_input and work.reenters:
+    project_groups(workspace, projection, short)
+    if short.without_input and workspace.reenters:
         short = replace(sweep, layers=tuple(short.without_input))
-        project_groups(work, projection, short)
+        project_groups(workspace, projection, short)
     return short
 
 
-def finetune(work: Workspace, plan: Plan, record: RoundRecord, descent: Descent | None) -> Descent | None:
+def finetune(workspace: Workspace, plan: Plan, record: RoundRecord, descent: Descent | None) -> Descent | None:
     """Take gradient steps between two projections (line 9); the next projection reads the masters of the descent."""
-    rounds = work.decided.rounds
+    rounds = workspace.decided.rounds
     step = rounds.finetune
     if record.index == 0 and rounds.schedule == "cubic":
-        work.store.reset()  # sparsity grows from the dense weights; the first round only measured the damage
-        return None if step is None else work.descent(step, work.fit)
+        workspace.store.reset()  # sparsity grows from the dense weights; the first round only measured the damage
+        return None if step is None else workspace.descent(step, workspace.fit)
     if step is None:
         return None
-    samples, runs = work.portion(record.index), rounds.count - (2 if rounds.schedule == "cubic" else 1)
-    descent = descent or work.descent(step, samples)
-    descent.order = work.order(step, samples)
+    samples, runs = workspace.portion(record.index), rounds.count - (2 if rounds.schedule == "cubic" else 1)
+    descent = descent or workspace.descent(step, samples)
+    descent.order = workspace.order(step, samples)
     (masters,) = descent.groups
     masters.copy_from_model()
-    masters.masks = work.masks(plan, step.support)
+    masters.masks = workspace.masks(plan, step.support)
     began = time.perf_counter()
-    record.step_losses = work.descend(
+    record.step_losses = workspace.descend(
         descent, step, total=runs * step.steps, index=record.index, key=f"steps {record.index}"
     )
     record.seconds += time.perf_counter() - began
@@ -184,7 +188,7 @@ def finetune(work: Workspace, plan: Plan, record: RoundRecord, descent: Descent 
 
 
 def finetune_last(
-    work: Workspace, projection: RoundRecord, plan: Plan, step: FineTune, index: int
+    workspace: Workspace, projection: RoundRecord, plan: Plan, step: FineTune, index: int
 ) -> RoundRecord | None:
     """Take gradient steps on the support of the best projection, on the grids of the plan.
 
@@ -192,13 +196,13 @@ def finetune_last(
     """
     began = time.perf_counter()
     try:
-        descent, key = work.descent(step, work.fit, plan), f"fine-tuning of {step.steps} steps"
-        losses = work.descend(descent, step, total=step.steps, index=index, key=key)
+        descent, key = workspace.descent(step, workspace.fit, plan), f"fine-tuning of {step.steps} steps"
+        losses = workspace.descend(descent, step, total=step.steps, index=index, key=key)
         layers, parent = projection.layers, projection.index
         record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
-        return measured(work, record, work.fit, began)
+        return measured(workspace, record, workspace.fit, began)
     except NonFiniteError as error:
-        work.note(f"The fine-tuning of {step.steps} steps is left out: {error}")
+        workspace.note(f"The fine-tuning of {step.steps} steps is left out: {error}")
         return None
 
 
@@ -206,7 +210,7 @@ class Best:
     """All records of a run, and the weights of the best record: lowest held-out loss at the requested sparsity.
 
     Args:
-        work: the state of the run.
+        workspace: the state of the run.
         plan: the pattern of every layer.
 
     Attributes:
@@ -214,11 +218,11 @@ class Best:
         weights: weights of the best record, by name.
     """
 
-    def __init__(self, work: Workspace, plan: Plan) -> None:
+    def __init__(self, workspace: Workspace, plan: Plan) -> None:
         self.plan = plan
         self.records: list[RoundRecord] = []
         self.weights: dict[str, Tensor] = {}
-        self._work = work
+        self._work = workspace
 
     @property
     def index(self) -> int:
@@ -238,86 +242,92 @@ class Best:
                 self.weights = self._work.store.snapshot()
 
 
-def prepare(work: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
+def prepare(workspace: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
     """Measure the dense model, limit the gradient steps to their affordable number, and check their losses.
 
     Returns:
         The loss that compares rounds, with its value of the dense model, and the score of the dense model.
     """
-    work.decided = decide_steps(work)
-    layers, decided = work.selection.layers, work.decided
-    if decided.blocks is not None and work.ranks.size > 1:
-        work.ranks.require_enough(in_steps(work.store.model, work.fit, decided.blocks))
-    with work.store.as_dense():
-        work.callbacks.on_start(work.store.model, [layer.name for layer in layers], decided.rounds.count)
-    warn_of_coverage(work, census.coverage(work.selection, 0))
-    if work.scoring is None:
+    workspace.decided = decide_steps(workspace)
+    layers, decided = workspace.selection.layers, workspace.decided
+    if decided.blocks is not None and workspace.ranks.size > 1:
+        workspace.ranks.require_enough(in_steps(workspace.store.model, workspace.fit, decided.blocks))
+    with workspace.store.as_dense():
+        workspace.callbacks.on_start(workspace.store.model, [layer.name for layer in layers], decided.rounds.count)
+    warn_of_coverage(workspace, census.coverage(workspace.selection, 0))
+    if workspace.scoring is None:
         return ComparisonLoss("not measured"), {}
-    sampled = work.scoring.windows_to_sample() > 0
-    work.decided = with_affordable_steps(decided, work.store.model, layers, work.fit, sampled)
+    sampled = workspace.scoring.windows_to_sample() > 0
+    workspace.decided = with_affordable_steps(decided, workspace.store.model, layers, workspace.fit, sampled)
     # NaN is no error here: the sweep names the layer that causes it.
-    loss = work.scoring.dense_loss()
+    loss = workspace.scoring.dense_loss()
     if loss is None:
-        work.scoring.loss_on(work.fit.first(1))  # report missing labels now, not after a projection
-    for step in (work.decided.rounds.finetune, work.decided.finetune):
+        workspace.scoring.loss_on(workspace.fit.first(1))  # report missing labels now, not after a projection
+    for step in (workspace.decided.rounds.finetune, workspace.decided.finetune):
         if step is not None:
-            work.require_gradient(step)
-    with work.store.as_dense():
-        return ComparisonLoss(work.scoring.name, loss), score_of(work)
+            workspace.require_gradient(step)
+    with workspace.store.as_dense():
+        return ComparisonLoss(workspace.scoring.name, loss), score_of(workspace)
 
 
-def forecaster(work: Workspace) -> Callable[[], object]:
+def forecaster(workspace: Workspace) -> Callable[[], object]:
     """Return a function that forecasts the run for the present decisions, and tells the callbacks.
 
     The prices are measured only if gradient steps may make the run long, or if a callback listens. The first forecast
     is in a note.
     """
-    steps = work.decided.rounds.finetune or work.decided.finetune
-    if work.recipe.network_solver or not (steps or work.callbacks.wants_forecast):
+    steps = workspace.decided.rounds.finetune or workspace.decided.finetune
+    if workspace.recipe.network_solver or not (steps or workspace.callbacks.wants_forecast):
         return lambda: None
-    recipe, request, samples = work.recipe, work.request, Samples.of(work.fit.batches + work.heldout.batches)
-    sizes, prices = measure(work.store, recipe, request.patterns, work.chain, samples, request.holdout, work.fit)
-    sampled = 0 if work.scoring is None else work.scoring.windows_to_sample()
+    recipe, request, samples = (
+        workspace.recipe,
+        workspace.request,
+        Samples.of(workspace.fit.batches + workspace.heldout.batches),
+    )
+    sizes, prices = measure(
+        workspace.store, recipe, request.patterns, workspace.chain, samples, request.holdout, workspace.fit
+    )
+    sampled = 0 if workspace.scoring is None else workspace.scoring.windows_to_sample()
 
     def foretell() -> Forecast:
-        windows = sampled if work.decided.finetune else 0
-        expected = forecast(sizes, prices, recipe, work.decided, request.pattern, windows)
-        work.callbacks.on_forecast(expected)
+        windows = sampled if workspace.decided.finetune else 0
+        expected = forecast(sizes, prices, recipe, workspace.decided, request.pattern, windows)
+        workspace.callbacks.on_forecast(expected)
         return expected
 
-    work.note(f"Estimated time: {foretell().seconds:.0f} s.")
+    workspace.note(f"Estimated time: {foretell().seconds:.0f} s.")
     return foretell
 
 
-def sweep_of(work: Workspace, samples: Samples, index: int) -> Sweep:
+def sweep_of(workspace: Workspace, samples: Samples, index: int) -> Sweep:
     """The sweep of one round through the model."""
-    rounds, recipe = work.decided.rounds, work.recipe_of_round(index)
+    rounds, recipe = workspace.decided.rounds, workspace.recipe_of_round(index)
     dense = index == 0 or (index == 1 and rounds.schedule == "cubic")  # no gradient step yet
-    heldout, blocks = work.heldout, recipe.blocks if work.chain else None
+    heldout, blocks = workspace.heldout, recipe.blocks if workspace.chain else None
     if blocks is not None:
-        model = work.store.model
+        model = workspace.store.model
         samples, heldout = in_steps(model, samples, blocks), in_steps(model, heldout, blocks)
-    if work.scoring is None:
-        teacher = work.store.dense_model
+    if workspace.scoring is None:
+        teacher = workspace.store.dense_model
     else:
-        teacher = TARGETS[recipe.target].teacher(work.scoring, dense)
+        teacher = TARGETS[recipe.target].teacher(workspace.scoring, dense)
         if teacher is None and (recipe.inputs == "dense" or blocks is not None):
-            teacher = work.scoring.reference
+            teacher = workspace.scoring.reference
     return Sweep(
-        work.store.model,
+        workspace.store.model,
         samples,
         heldout,
-        work.selection.layers,
-        work.chain,
+        workspace.selection.layers,
+        workspace.chain,
         teacher,
         dense_inputs=recipe.inputs == "dense",
-        moments=Moments(work.request.seed + index, means=recipe.refits_biases, drift=TARGETS[recipe.target].drift),
-        ranks=work.ranks,
-        residency=work.store,
+        moments=Moments(workspace.request.seed + index, means=recipe.refits_biases, drift=TARGETS[recipe.target].drift),
+        ranks=workspace.ranks,
+        residency=workspace.store,
     )
 
 
-def handle_layers_without_input(work: Workspace, projection: Projection, without_input: dict[Layer, bool]) -> None:
+def handle_layers_without_input(workspace: Workspace, projection: Projection, without_input: dict[Layer, bool]) -> None:
     """Leave them dense in the first round; prune them by magnitude in later rounds, where their zeros are counted.
 
     Raises:
@@ -325,7 +335,7 @@ def handle_layers_without_input(work: Workspace, projection: Projection, without
     """
     index = projection.index
     if index == 0 and without_input:
-        kept = tuple(layer for layer in work.selection.layers if layer not in without_input)
+        kept = tuple(layer for layer in workspace.selection.layers if layer not in without_input)
         dense = {layer.name: _UNOBSERVED if used else _UNREACHED for layer, used in without_input.items()}
         listed = "; ".join(f"{name} ({reason})" for name, reason in dense.items())
         if not kept:
@@ -333,47 +343,47 @@ def handle_layers_without_input(work: Workspace, projection: Projection, without
                 f"Nothing was pruned, since no layer received an input that can be observed: {listed}. Give "
                 "calibration data that reach the layers, and call the layers as modules."
             )
-        work.note(f"Left dense: {listed}.")
-        work.selection = Selection(kept, {**work.selection.skipped, **dense})
+        workspace.note(f"Left dense: {listed}.")
+        workspace.selection = Selection(kept, {**workspace.selection.skipped, **dense})
     elif index:
         for layer in without_input:
-            device, why = layer.tensor(work.store.model).device, "this round's data feed it nothing"
+            device, why = layer.tensor(workspace.store.model).device, "this round's data feed it nothing"
             projection.project(Group([layer], partial(by_magnitude, layer.groups, layer.shape[1], device, why)))
 
 
-def note_pruning_by_magnitude(work: Workspace, record: RoundRecord) -> None:
+def note_pruning_by_magnitude(workspace: Workspace, record: RoundRecord) -> None:
     """Add a note for every layer that was pruned by magnitude, with the reason."""
     for entry in record.layers:
         if "rule" in entry.stats:
-            work.callbacks.notes.append(f"Round {record.index}, {entry.name}: {entry.stats['rule']}.")
+            workspace.callbacks.notes.append(f"Round {record.index}, {entry.name}: {entry.stats['rule']}.")
 
 
-def measured(work: Workspace, record: RoundRecord, samples: Samples, began: float) -> RoundRecord:
+def measured(workspace: Workspace, record: RoundRecord, samples: Samples, began: float) -> RoundRecord:
     """Measure the model: add losses and seconds to the record, and return it."""
-    if work.scoring is not None:
-        record.loss_calibration = work.scoring.measure(work.scoring.comparable(samples))
-        record.loss_heldout = work.scoring.measure(work.scoring.heldout_augmented)
+    if workspace.scoring is not None:
+        record.loss_calibration = workspace.scoring.measure(workspace.scoring.comparable(samples))
+        record.loss_heldout = workspace.scoring.measure(workspace.scoring.heldout_augmented)
     record.seconds = time.perf_counter() - began
-    work.callbacks.on_round(record)
+    workspace.callbacks.on_round(record)
     return record
 
 
-def warn_of_coverage(work: Workspace, coverage: Coverage) -> None:
+def warn_of_coverage(workspace: Workspace, coverage: Coverage) -> None:
     """Warn once if much of the model stays dense for a reason that can surprise."""
     text = coverage.warning()
-    if text is not None and not work.callbacks.warned:
-        work.callbacks.warn(text)
+    if text is not None and not workspace.callbacks.warned:
+        workspace.callbacks.warn(text)
 
 
-def score_of(work: Workspace) -> Scores:
+def score_of(workspace: Workspace) -> Scores:
     """Accuracy or perplexity of the present model on the held-out samples, or on all samples if none are held out."""
-    samples, name = (work.heldout, "held-out") if work.heldout.batches else (work.fit, "calibration")
-    found = metric(work.store.model, samples)
+    samples, name = (workspace.heldout, "held-out") if workspace.heldout.batches else (workspace.fit, "calibration")
+    found = metric(workspace.store.model, samples)
     return {} if found is None else {f"{name} {found[0]}": found[1]}
 
 
 def report_of(
-    work: Workspace,
+    workspace: Workspace,
     best: Best,
     dense: tuple[ComparisonLoss, Scores],
     census: Census,
@@ -382,30 +392,30 @@ def report_of(
 ) -> Report:
     """The report of the run."""
     loss, before = dense
-    coverage = census.coverage(work.selection, work.store.zeros())
-    warn_of_coverage(work, coverage)
-    work.note_memory()
+    coverage = census.coverage(workspace.selection, workspace.store.zeros())
+    warn_of_coverage(workspace, coverage)
+    workspace.note_memory()
     return Report(
-        settings=work.facts(),
+        settings=workspace.facts(),
         loss=loss,
         rounds=best.records,
         best_round=best.index,
         coverage=coverage,
-        audit=audited(work, best.plan),
+        audit=audited(workspace, best.plan),
         seconds=seconds,
-        peak_memory_bytes=work.memory.look(),
-        scores={"dense": before, "pruned": score_of(work)} if before else {},
-        notes=work.callbacks.notes,
+        peak_memory_bytes=workspace.memory.look(),
+        scores={"dense": before, "pruned": score_of(workspace)} if before else {},
+        notes=workspace.callbacks.notes,
         allocation=allocation,
     )
 
 
-def audited(work: Workspace, plan: Plan) -> list[AuditRow]:
+def audited(workspace: Workspace, plan: Plan) -> list[AuditRow]:
     """Count the zeros of every pruned layer, entry by entry.
 
     Raises:
         AuditError: fewer zeros than asked.
     """
-    if work.recipe.network_solver is not None:
-        return audit_network(work, work.selection.layers)
-    return work.store.audit({layer: plan[layer] for layer in work.selection.layers})
+    if workspace.recipe.network_solver is not None:
+        return audit_network(workspace, workspace.selection.layers)
+    return workspace.store.audit({layer: plan[layer] for layer in workspace.selection.layers})

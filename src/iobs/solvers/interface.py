@@ -123,7 +123,7 @@ def solve_many(
 
 
 class _Tools(NamedTuple):
-    """What solves and improves all problems of one call, and whether masks hold whole columns."""
+    """Solver and refinement of all problems of one call, and whether masks hold whole columns."""
 
     solver: Solver
     refinement: Refinement | None

@@ -45,7 +45,7 @@ class BestKnown(Method):
         return State(fit.theta, fit.value, fit.gradient, state.memory, stage.optimal, True, message)
 
     def _optimality(self, problem: Problem, state: State) -> str:
-        """What is known of the best fit once no stage is left."""
+        """Sentence on what is known of the best fit once no stage is left."""
         if self.bounds is not None:
             tries_all = bounded.BoundedSearch(problem, self.bounds).tries_all
             return bounded.ALL_TRIED if tries_all else bounded.SOME_TRIED

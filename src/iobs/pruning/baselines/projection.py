@@ -87,7 +87,9 @@ def _free(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def project_network(work: Workspace, patterns: dict[Layer, Pattern], solver: NetworkSolver, index: int) -> RoundRecord:
+def project_network(
+    workspace: Workspace, patterns: dict[Layer, Pattern], solver: NetworkSolver, index: int
+) -> RoundRecord:
     """Prune all layers together under one global count, in the solver's stages.
 
     Raises:
@@ -95,34 +97,36 @@ def project_network(work: Workspace, patterns: dict[Layer, Pattern], solver: Net
         NonFiniteError: NaN or infinity in a gradient.
         NotPositiveDefiniteError: a block of the Fisher matrix cannot be factorised.
     """
-    layers, sparsity = tuple(patterns), global_sparsity(work.request.pattern)
+    layers, sparsity = tuple(patterns), global_sparsity(workspace.request.pattern)
     assert sparsity is not None
-    if any(pattern is not work.request.pattern for pattern in patterns.values()):
+    if any(pattern is not workspace.request.pattern for pattern in patterns.values()):
         sparsity = sparsity_of(patterns)  # a round of the cubic schedule
-    samples = work.portion(index)
+    samples = workspace.portion(index)
     key = f"round {index} network"
-    if key in work.checkpoint:
-        tensors, _ = work.checkpoint.get(key)
+    if key in workspace.checkpoint:
+        tensors, _ = workspace.checkpoint.get(key)
         for layer in layers:
-            work.store.put(layer, tensors[layer.name])
+            workspace.store.put(layer, tensors[layer.name])
     else:
         for number, level in enumerate(stages(sparsity, solver.stages), 1):
-            _prune_once(work, layers, solver, total_kept(layers, level), samples)
-            work.callbacks.on_measure("stages of the whole network", number, solver.stages)
-        work.checkpoint.put(key, {layer.name: layer.tensor(work.store.model) for layer in layers}, {})
+            _prune_once(workspace, layers, solver, total_kept(layers, level), samples)
+            workspace.callbacks.on_measure("stages of the whole network", number, solver.stages)
+        workspace.checkpoint.put(key, {layer.name: layer.tensor(workspace.store.model) for layer in layers}, {})
     # No layers: the quadratic is that of the whole network, so no layer has an error of its own.
     return RoundRecord(index, sparsity_of(patterns), None, None, [])
 
 
-def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolver, keep: int, samples: Samples) -> None:
+def _prune_once(
+    workspace: Workspace, layers: tuple[Layer, ...], solver: NetworkSolver, keep: int, samples: Samples
+) -> None:
     """Solve the quadratic of the current weights for `keep` entries, and write the result into the model."""
-    model = work.store.model
+    model = workspace.store.model
     weights = torch.cat([layer.read(model).flatten() for layer in layers])
     if isinstance(solver, GlobalMagnitude):
         rows = weights.new_zeros(1, len(weights))
     else:
         weights, rows = weights.float(), gradient_rows(model, layers, samples)
-    work.memory.look()
+    workspace.memory.look()
     sizes = [layer.weights for layer in layers]
     fisher = BlockFisher(rows, solver.damping, solver.block, tuple(sizes), tuple(layer.name for layer in layers))
     method = METHODS[type(solver)]
@@ -132,18 +136,18 @@ def _prune_once(work: Workspace, layers: tuple[Layer, ...], solver: NetworkSolve
     for layer, values in zip(layers, torch.split(pruned, sizes), strict=True):
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteError(f"The pruned weight of layer {layer.name!r} holds NaN or infinity; raise the damping.")
-        work.store.write(layer, values.reshape(layer.shape))
+        workspace.store.write(layer, values.reshape(layer.shape))
 
 
-def audit_network(work: Workspace, layers: Sequence[Layer]) -> list[AuditRow]:
+def audit_network(workspace: Workspace, layers: Sequence[Layer]) -> list[AuditRow]:
     """Count the zeros of all layers, which must be as many in all as the pattern asks for.
 
     Raises:
         AuditError: there are fewer.
     """
-    rows = [counted(layer.name, layer.read(work.store.model)) for layer in layers]
-    assert isinstance(work.request.pattern, Unstructured)
-    check_together(rows, work.request.pattern)
+    rows = [counted(layer.name, layer.read(workspace.store.model)) for layer in layers]
+    assert isinstance(workspace.request.pattern, Unstructured)
+    check_together(rows, workspace.request.pattern)
     return rows
 
 

@@ -313,8 +313,8 @@ class BlockwiseStore(Store, ABC):
     def _forecast(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Forecast:
         """The work of a run and its time on this machine."""
         patterns = dict.fromkeys(layers, Unstructured(0.5))
-        work, prices = measure(self, recipe, patterns, self._blocks, Samples.of(batches), holdout)
-        return forecast(work, prices, recipe, Decisions(Rounds(), None, blocks=recipe.blocks))
+        workspace, prices = measure(self, recipe, patterns, self._blocks, Samples.of(batches), holdout)
+        return forecast(workspace, prices, recipe, Decisions(Rounds(), None, blocks=recipe.blocks))
 
     def _room(self, predicted: Plan, written_bytes: int) -> dict[Place, int]:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""

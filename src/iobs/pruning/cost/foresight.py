@@ -57,5 +57,5 @@ def foresee(
         sampled = decided.blocks.sampled if decided.blocks is not None else 0
         copies = copies_to_sample(model, fit) if sampled == "auto" else sampled
         every = Samples.of(fit.batches * (1 + copies) + heldout.batches)
-        work, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
-        return forecast(work, prices, recipe, decided, pattern, copies * fit.samples)
+        workload, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
+        return forecast(workload, prices, recipe, decided, pattern, copies * fit.samples)

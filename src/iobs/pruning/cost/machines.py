@@ -187,7 +187,7 @@ def need(
     )
     outside = network.outside * network.itemsize if fit is not None else 0
     peak_bytes = {name: outside + peak for name, peak in peaks(sizes, recipe, holdout > 0).items()}
-    work = Work(
+    workload = Work(
         network.layers,
         samples,
         tokens,
@@ -199,8 +199,8 @@ def need(
         network.vocabulary * sizes.width,
         ranks=machine.count,
     )
-    streams = held.streams * size * work.swept(recipe).positions * sizes.width // machine.count
+    streams = held.streams * size * workload.swept(recipe).positions * sizes.width // machine.count
     rates = machine.rates if size < 4 else replace(machine.rates, product=machine.rates.solve)
     decided = Decisions(Rounds(), None, blocks=fit)
-    phases = forecast(work, rates.prices(work.weights), recipe, decided).phases
-    return Need(machine, peak_bytes, streams + held.masters * work.weights, phases)
+    phases = forecast(workload, rates.prices(workload.weights), recipe, decided).phases
+    return Need(machine, peak_bytes, streams + held.masters * workload.weights, phases)

@@ -74,7 +74,7 @@ def measure(
         passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
         config = getattr(store.model, "config", None)
         vocabulary, width = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
-        work = Work(
+        workload = Work(
             layers,
             samples=data.samples,
             positions=positions,
@@ -88,9 +88,9 @@ def measure(
             fit=fit,
             ranks=current().size,
         )
-        prices = _prices_of_solves(work, recipe, patterns, store.device)
-    byte = passes.bringing / work.model_bytes
-    return work, replace(prices, forward=passes.seconds / count, byte=byte)
+        prices = _prices_of_solves(workload, recipe, patterns, store.device)
+    byte = passes.bringing / workload.model_bytes
+    return workload, replace(prices, forward=passes.seconds / count, byte=byte)
 
 
 def _positions(batch: Batch) -> int:
@@ -181,31 +181,33 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
 
 
 # ---- solves
-def _prices_of_solves(work: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], device: torch.device) -> Prices:
+def _prices_of_solves(
+    workload: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], device: torch.device
+) -> Prices:
     """Prices of Grams, solves and updates, from one solve on made-up inputs."""
-    pairs, held_out = recipe.target != "layer", work.held_out > 0
+    pairs, held_out = recipe.target != "layer", workload.held_out > 0
     unit = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
 
     def operations(shape: tuple[int, int], name: str, readers: float = 1.0) -> float:
         return Solves(recipe.for_layer(name), unit, pairs, held_out).seconds(Layer(name, shape), readers)
 
-    total = sum(operations(layer.shape, layer.name) for layer in work.layers)
+    total = sum(operations(layer.shape, layer.name) for layer in workload.layers)
     side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU
     shapes = {}
-    for layer in work.layers:
+    for layer in workload.layers:
         if isinstance(patterns[layer], Groups):
             shapes[layer] = layer.shape
         else:
             shapes[layer] = min(side, layer.shape[0] // layer.groups), min(side, layer.shape[1])
     takes = {layer: operations(shape, layer.name) for layer, shape in shapes.items()}
-    few = [layer for layer in work.layers if takes[layer] <= _SHARE * total]
-    layer = max(few, key=takes.__getitem__) if few else min(work.layers, key=takes.__getitem__)
-    small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in work.layers))
+    few = [layer for layer in workload.layers if takes[layer] <= _SHARE * total]
+    layer = max(few, key=takes.__getitem__) if few else min(workload.layers, key=takes.__getitem__)
+    small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in workload.layers))
     trials = [
         Trial(shape, _pattern_of_trial(patterns[layer], shape), _recipe_of_trial(recipe, layer), held_out, device)
         for shape in (small_shape, shapes[layer])
     ]
-    gram = _price_of_grams(work, side, pairs, device)
+    gram = _price_of_grams(workload, side, pairs, device)
     try:
         with warnings.catch_warnings(action="ignore"):
             small = timed(trials[0].solve, device)  # the first call may compile kernels
@@ -218,12 +220,12 @@ def _prices_of_solves(work: Work, recipe: Recipe, patterns: Mapping[Layer, Patte
     return Prices(0.0, gram, solve, 2 * solve, small, solve, update=UPDATE_BYTES * byte)
 
 
-def _price_of_grams(work: Work, side: int, pairs: bool, device: torch.device) -> float:
+def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device) -> float:
     """Seconds of an operation in the Gram of the layer with the largest one, on the inputs of one step."""
     sizes = {
-        layer: (round(work.step * work.inputs[layer.name].rows), min(side, layer.shape[1]))
-        for layer in work.layers
-        if layer.name in work.inputs
+        layer: (round(workload.step * workload.inputs[layer.name].rows), min(side, layer.shape[1]))
+        for layer in workload.layers
+        if layer.name in workload.inputs
     }
     if not sizes:
         return 0.0

@@ -234,7 +234,7 @@ def warning_of_days(layers: Iterable[Layer], recipe: Recipe) -> str | None:
 
 
 def forecast(
-    work: Work,
+    workload: Work,
     prices: Prices,
     recipe: Recipe,
     decided: Decisions,
@@ -244,7 +244,7 @@ def forecast(
     """Forecast the work of a whole run.
 
     Args:
-        work: sizes of the model and the data.
+        workload: sizes of the model and the data.
         prices: of the machine.
         recipe: how to prune.
         decided: rounds and gradient steps, as far as they are decided.
@@ -253,144 +253,148 @@ def forecast(
     """
     if recipe.network_solver is not None:
         return Forecast(())
-    work = work.swept(recipe)
-    fit = decided.blocks.within(work.steps) if decided.blocks is not None and work.blocks else None
+    workload = workload.swept(recipe)
+    fit = decided.blocks.within(workload.steps) if decided.blocks is not None and workload.blocks else None
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
-    shared, by_layer = _layers(work, prices, recipe, fit)
-    count = len(work.layers)
+    shared, by_layer = _layers(workload, prices, recipe, fit)
+    count = len(workload.layers)
     phases = {name: seconds / count for name, seconds in shared.items() if seconds}
     for name in ("Grams", "solves"):
         phases[name] = sum(entry[name] for entry in by_layer.values()) / count
     mean, rest = sum(phases.values()), sum(shared.values()) / count
     weights = {name: (rest + sum(entry.values())) / mean for name, entry in by_layer.items()}
     parts = (
-        *_allocation(work, prices, recipe, pattern or Unstructured(0.5), fit),
-        *_block_rates(work, prices, fit),
+        *_allocation(workload, prices, recipe, pattern or Unstructured(0.5), fit),
+        *_block_rates(workload, prices, fit),
         Part("layers", rounds * count, mean, phases=phases),
-        *_network_steps(work, prices, fit),
-        *_fine_tuning(work, prices, decided, rounds),
+        *_network_steps(workload, prices, fit),
+        *_fine_tuning(workload, prices, decided, rounds),
     )
     if sampled:
-        seconds = _SAMPLED * prices.forward * work.length
+        seconds = _SAMPLED * prices.forward * workload.length
         parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
     return Forecast(parts, weights)
 
 
-def _one_pass(work: Work, prices: Prices) -> float:
+def _one_pass(workload: Work, prices: Prices) -> float:
     """Seconds of a forward pass of all samples, on one rank."""
-    return prices.forward * work.positions / work.ranks
+    return prices.forward * workload.positions / workload.ranks
 
 
-def _passes_of_groups(work: Work, prices: Prices) -> float:
+def _passes_of_groups(workload: Work, prices: Prices) -> float:
     """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
 
     Along a chain a group runs the rest of its own block, from the layers that were pruned last. Otherwise it runs half
     of the whole model.
     """
-    if not work.blocks:
-        return (1 + work.groups / 2) * _one_pass(work, prices)
-    calls = work.positions / work.step / work.ranks
-    return work.groups * (_GROUP * _one_pass(work, prices) / work.blocks + _GROUP_CALL * calls)
+    if not workload.blocks:
+        return (1 + workload.groups / 2) * _one_pass(workload, prices)
+    calls = workload.positions / workload.step / workload.ranks
+    return workload.groups * (_GROUP * _one_pass(workload, prices) / workload.blocks + _GROUP_CALL * calls)
 
 
-def _gram_seconds(work: Work, prices: Prices, layer: Layer, products: int, positions: float) -> float:
+def _gram_seconds(workload: Work, prices: Prices, layer: Layer, products: int, positions: float) -> float:
     """Seconds of the Grams of a layer, its share of those of all readers of its input."""
-    entry = work.inputs.get(layer.name)
+    entry = workload.inputs.get(layer.name)
     if entry is None:
         return 0.0
     columns = layer.shape[1]
     width = layer.groups * columns * (columns + (_UNFOLDED if entry.unfolded else 0))
-    return 2.0 * prices.gram * products * positions / work.ranks * entry.rows * width / entry.readers
+    return 2.0 * prices.gram * products * positions / workload.ranks * entry.rows * width / entry.readers
 
 
 def _layers(
-    work: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
+    workload: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of one round: by phase for all layers together, and by name and phase for single layers."""
     pairs = recipe.target != "layer"
     streams = 2 if pairs or recipe.inputs == "dense" else 1
     masks = 1 if fit is None else fit.masks  # projections, of which the first alone compares with the dense model
-    one_pass = _one_pass(work, prices)
+    one_pass = _one_pass(workload, prices)
     shared = {
-        "reading and writing": (streams + 1) * work.model_bytes * prices.byte,
-        "forward passes": (streams + masks - 1) * _passes_of_groups(work, prices) + (0 if fit else streams) * one_pass,
+        "reading and writing": (streams + 1) * workload.model_bytes * prices.byte,
+        "forward passes": (streams + masks - 1) * _passes_of_groups(workload, prices)
+        + (0 if fit else streams) * one_pass,
     }
     if fit is not None:
         taken = fit.window * fit.steps + (fit.masks - 1) * fit.between
-        judged = 2 * (fit.window + masks - 1) * (work.held_out or 1.0)
-        step = STEP_PASSES * prices.forward * work.step + prices.update * work.weights
+        judged = 2 * (fit.window + masks - 1) * (workload.held_out or 1.0)
+        step = STEP_PASSES * prices.forward * workload.step + prices.update * workload.weights
         shared["steps of blocks"] = taken * step + judged * one_pass
         shared["forward passes"] += (fit.window - 0.5) * one_pass
         shared["outputs of dense blocks"] = one_pass
     by_layer = {}
-    for layer in work.layers:
+    for layer in workload.layers:
         layer_recipe = recipe.for_layer(layer.name)
-        readers = work.inputs.get(layer.name, LayerInput()).readers
+        readers = workload.inputs.get(layer.name, LayerInput()).readers
         first, later = (
-            Solves(layer_recipe, prices, compares, work.held_out > 0, work.ranks).seconds(layer, readers)
+            Solves(layer_recipe, prices, compares, workload.held_out > 0, workload.ranks).seconds(layer, readers)
             for compares in (pairs, False)
         )
         products = (2 * streams - 1) + masks - 1
         by_layer[layer.name] = {
-            "Grams": _gram_seconds(work, prices, layer, products, work.positions),
+            "Grams": _gram_seconds(workload, prices, layer, products, workload.positions),
             "solves": first + (masks - 1) * later,
         }
     return shared, by_layer
 
 
-def _allocation(work: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
+def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
     solves = 0.0
     weighted = recipe.curvature != "layer" and not recipe.reads_weights_only
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
     if allocation.criterion == "uniform" and not weighted:
         return []
-    probe = min(PROBE, PROBE_TOKENS / work.length, work.samples * (1 - work.held_out)) / work.ranks
-    pieces = {"allocation": _FISHER_PASSES * prices.forward * work.length * probe}
+    probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
+    pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}
     if allocation.criterion != "uniform":
         fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
-        tokens, grams = min(work.positions, CURVE_TOKENS), 0.0
-        for layer in work.layers:
+        tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
+        for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
             solves += Solves(fast.for_layer(layer.name), prices).seconds(layer, rows=rows) * len(LEVELS)
-            grams += _gram_seconds(work, prices, layer, 1, tokens)
-        passes = (_passes_of_groups(work, prices) + _one_pass(work, prices)) * tokens / work.positions
-        pieces["allocation"] += solves / min(work.ranks, len(LEVELS)) + grams + passes
-    mean = pieces["allocation"] / len(work.layers)
-    parts = [Part("error curves of layers", len(work.layers), mean, once=True, phases={"allocation": mean})]
-    share = EVALUATION_SHARE * (1 - work.held_out) + work.held_out
-    judges = min(PROBE, PROBE_TOKENS / work.length, share * work.samples)
+            grams += _gram_seconds(workload, prices, layer, 1, tokens)
+        passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
+        pieces["allocation"] += solves / min(workload.ranks, len(LEVELS)) + grams + passes
+    mean = pieces["allocation"] / len(workload.layers)
+    parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
+    share = EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out
+    judges = min(PROBE, PROBE_TOKENS / workload.length, share * workload.samples)
     searched = allocation.criterion == "search" or (
         allocation.criterion == "auto"
-        and work.whole
+        and workload.whole
         and not (fit and fit.network_steps)
-        and can_keep_grams(tuple(work.layers))
-        and judges * work.length >= ENOUGH_OUTPUTS
+        and can_keep_grams(tuple(workload.layers))
+        and judges * workload.length >= ENOUGH_OUTPUTS
     )
     if searched and allocation.generations:
-        move = 2 * solves / len(LEVELS) / len(work.layers) + judges * prices.forward * work.length
+        move = 2 * solves / len(LEVELS) / len(workload.layers) + judges * prices.forward * workload.length
         search = "moves of weights between layers"
         parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
     return parts
 
 
-def _block_rates(work: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
+def _block_rates(workload: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
     """The trials of the rate of block reconstruction, on the first window."""
     if fit is None or fit.lr != "auto" or not fit.steps:
         return []
-    window = min(1.0, fit.window / work.blocks)
-    step = STEP_PASSES * prices.forward * work.step + prices.update * work.weights
+    window = min(1.0, fit.window / workload.blocks)
+    step = STEP_PASSES * prices.forward * workload.step + prices.update * workload.weights
     trials = block_trials(fit)
-    trial = window * (trials.steps * step + (work.held_out or 1.0) * _one_pass(work, prices))
+    trial = window * (trials.steps * step + (workload.held_out or 1.0) * _one_pass(workload, prices))
     return [Part(trials.name, len(trials.rates), trial, once=True, phases={"steps of blocks": trial})]
 
 
-def _network_steps(work: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
+def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
     """The steps of the whole network, block by block, and the trials of their rate."""
     if fit is None or not fit.network_steps:
         return []
-    step = _NETWORK_STEP * prices.forward * work.step * (1 + work.head / work.weights) + prices.update * work.weights
-    step += prices.byte * (2 * work.model_bytes + _MASTER_BYTES * work.weights)
+    step = (
+        _NETWORK_STEP * prices.forward * workload.step * (1 + workload.head / workload.weights)
+        + prices.update * workload.weights
+    )
+    step += prices.byte * (2 * workload.model_bytes + _MASTER_BYTES * workload.weights)
     phase = "steps of the network"
     parts = [Part("steps of the whole network", fit.network_steps, step, phases={phase: step})]
     if fit.network_lr == "auto":
@@ -400,11 +404,11 @@ def _network_steps(work: Work, prices: Prices, fit: BlockFit | None) -> list[Par
     return parts
 
 
-def _fine_tuning(work: Work, prices: Prices, decided: Decisions, rounds: int) -> list[Part]:
+def _fine_tuning(workload: Work, prices: Prices, decided: Decisions, rounds: int) -> list[Part]:
     """The trials of learning rates, the steps between rounds, and the fine-tuning after the last round."""
-    if work.fit is None:
+    if workload.fit is None:
         return []
-    fit, sample, parts = work.fit, STEP_PASSES * prices.forward * work.length, []
+    fit, sample, parts = workload.fit, STEP_PASSES * prices.forward * workload.length, []
     between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
     tuned = [step for step in (after, between) if step is not None and step.lr == "auto"]
     if tuned:

@@ -16,7 +16,7 @@ _DENSE_CAUTION = 3.0  # steps on dense weights use this much smaller rates than 
 _LOST = 0.25  # no fine-tuning if even the best trial raises the loss by this share: the full run would too
 
 
-def decide_rates(work: Workspace, plan: Mapping[Layer, Pattern], decided: Decisions) -> Decisions:
+def decide_rates(workspace: Workspace, plan: Mapping[Layer, Pattern], decided: Decisions) -> Decisions:
     """The decisions with learning rates and optimizers in place of "auto"; the model holds the first projection."""
     # Steps with the same optimizer and loss share their trials.
     chosen: dict[tuple[object, object], tuple[Optimizer, float] | None] = {}
@@ -27,7 +27,7 @@ def decide_rates(work: Workspace, plan: Mapping[Layer, Pattern], decided: Decisi
         key = step.optimizer, step.loss
         if key not in chosen:
             last = decided.rounds.count == 1
-            chosen[key] = _optimizer_and_rate(work, plan, step, f"descents {len(chosen)}", last=last)
+            chosen[key] = _optimizer_and_rate(workspace, plan, step, f"descents {len(chosen)}", last=last)
         best = chosen[key]
         if best is None:
             return None
@@ -50,12 +50,12 @@ def candidates(decided: Decisions) -> tuple[FineTune, ...]:
 
 
 def _optimizer_and_rate(
-    work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, key: str, *, last: bool
+    workspace: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, key: str, *, last: bool
 ) -> tuple[Optimizer, float] | None:
     """The optimizer and the learning rate with the least held-out loss, from short trials on the first projection.
 
     Args:
-        work: state of the run; the model holds the first projection.
+        workspace: state of the run; the model holds the first projection.
         plan: the pattern of every layer.
         step: fine-tuning that needs an optimizer and a rate.
         key: of the trials in the checkpoint.
@@ -66,57 +66,60 @@ def _optimizer_and_rate(
     """
     trials = finetune_trials(step)
     length = steps_of_finetune_trial(step)
-    done = work.checkpoint.remembered(key, lambda: _losses_of_trials(work, plan, step, trials, key))
+    done = workspace.checkpoint.remembered(key, lambda: _losses_of_trials(workspace, plan, step, trials, key))
     losses: dict[tuple[Optimizer, float], float] = {(optimizer, rate): loss for optimizer, rate, loss in done["tried"]}
     best = boldest(losses)
     if best is None:
-        work.note(f"No gradient steps: every learning rate of {' and '.join(trials)} diverges.")
+        workspace.note(f"No gradient steps: every learning rate of {' and '.join(trials)} diverges.")
         return None
     listed = ", ".join(f"{optimizer} {rate:g}: {loss:.4g}" for (optimizer, rate), loss in losses.items())
     if last and min(losses.values()) > done["before"] + _LOST * abs(done["before"]):
-        work.note(
+        workspace.note(
             f"No fine-tuning: after {length} steps the held-out loss is far above {done['before']:.4g} ({listed})."
         )
         return None
-    work.note(
+    workspace.note(
         f"Steps of {best[0]} with learning rate {best[1]:g}: least held-out loss after {length} steps ({listed})."
     )
     return best
 
 
 def _losses_of_trials(
-    work: Workspace,
+    workspace: Workspace,
     plan: Mapping[Layer, Pattern],
     step: FineTune,
     trials: Mapping[Optimizer, RateTrials],
     key: str,
 ) -> JsonObject:
     """Held-out losses after short runs with each optimizer and rate, and the loss before any step."""
-    assert work.scoring is not None
-    before = work.scoring.comparison_loss()
+    assert workspace.scoring is not None
+    before = workspace.scoring.comparison_loss()
     tried: list[tuple[Optimizer, float, float]] = []
     for optimizer, those in trials.items():
         short = replace(step, optimizer=optimizer, steps=those.steps)
-        losses = _losses_of_rates(work, plan, short, those, f"{key}, {optimizer}", before)
+        losses = _losses_of_rates(workspace, plan, short, those, f"{key}, {optimizer}", before)
         tried += [(optimizer, rate, loss) for rate, loss in losses.items()]
     return {"tried": tried, "before": before}
 
 
 def _losses_of_rates(
-    work: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, trials: RateTrials, key: str, before: float
+    workspace: Workspace, plan: Mapping[Layer, Pattern], step: FineTune, trials: RateTrials, key: str, before: float
 ) -> dict[float, float]:
     """Held-out losses after short runs with an optimizer, by rate; the steps are undone."""
-    descent = work.descent(step, work.fit, plan)
+    descent = workspace.descent(step, workspace.fit, plan)
     descent.mark()
 
     def trial(rate: float) -> float:
         descent.undo()
         task = f"{trials.name} with rate {rate:g}, step"
         descent.run(
-            trials.steps, rate, "linear", on_step=lambda done, steps, loss: work.callbacks.on_measure(task, done, steps)
+            trials.steps,
+            rate,
+            "linear",
+            on_step=lambda done, steps, loss: workspace.callbacks.on_measure(task, done, steps),
         )
         return descent.loss()
 
-    losses = trials.losses(trial, before, work.checkpoint, key)
+    losses = trials.losses(trial, before, workspace.checkpoint, key)
     descent.undo()
     return losses

@@ -24,21 +24,21 @@ def scheduled(plan: dict[Layer, Pattern], rounds: Rounds, index: int) -> dict[La
     return {layer: thinner(pattern, layer, share) for layer, pattern in plan.items()}
 
 
-def decide_steps(work: Workspace) -> Decisions:
+def decide_steps(workspace: Workspace) -> Decisions:
     """The decisions without block reconstruction if there is no chain, and with one kind of steps of the whole network.
 
     Text takes these steps block by block, and needs no further rounds. Other data take the fine-tuning, which alters
     and mixes samples, and the rounds before it, if the whole model is in memory.
     """
-    before, text = work.decided, positions(work.fit.batches[0]) > 1
+    before, text = workspace.decided, positions(workspace.fit.batches[0]) > 1
     if before.blocks is None:
         return before
-    decided = one_kind_of_steps(before, bool(work.chain), text or not work.store.whole)
+    decided = one_kind_of_steps(before, bool(workspace.chain), text or not workspace.store.whole)
     if decided.blocks is None:
-        work.note("No block reconstruction: the model does not run exactly along a chain of blocks.")
+        workspace.note("No block reconstruction: the model does not run exactly along a chain of blocks.")
     elif decided.finetune is not before.finetune:
         kind = "Text" if text else "Block by block"
-        work.note(f"{kind}: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
+        workspace.note(f"{kind}: steps of the whole network, block by block, take the place of rounds and fine-tuning.")
     return decided
 
 
@@ -60,19 +60,19 @@ def one_kind_of_steps(decided: Decisions, chain: bool, by_blocks: bool) -> Decis
     return replace(decided, blocks=replace(blocks, network_steps=0))
 
 
-def decide_growth(work: Workspace) -> Rounds:
+def decide_growth(workspace: Workspace) -> Rounds:
     """The rounds after the first projection: growing sparsity where it did damage, otherwise no further rounds."""
-    rounds = work.decided.rounds
+    rounds = workspace.decided.rounds
     if rounds.schedule != "auto" or rounds.count == 1:
         return rounds
-    assert work.scoring is not None
-    damage = work.scoring.divergence()
+    assert workspace.scoring is not None
+    damage = workspace.scoring.divergence()
     grow = damage > _DAMAGE and rounds.count > 2
-    work.note(
+    workspace.note(
         f"After the first projection the network is {damage:.4g} nats from the dense one: "
         + ("sparsity grows over the rounds." if grow else "no further rounds.")
         + (" They would pay, from three on." if damage > _DAMAGE and rounds.count == 2 else "")
     )
     decided = replace(rounds, schedule="cubic") if grow else Rounds(data=rounds.data)
-    work.callbacks.on_rounds(decided.count)
+    workspace.callbacks.on_rounds(decided.count)
     return decided

@@ -34,7 +34,7 @@ from iobs.pruning.workspace import Workspace
 from iobs.solvers.admm import ADMM
 
 
-def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer; for a non-uniform allocation also the measurements behind it.
 
     Layers whose pattern a rule sets keep it; the others share the pattern of the run.
@@ -42,43 +42,43 @@ def allocate(work: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationReco
     Raises:
         PatternError: the bounds of the layers that receive input do not allow the sparsity, or they need more bits.
     """
-    pattern = work.request.pattern
+    pattern = workspace.request.pattern
     if isinstance(pattern, Structured):
         # Of whole blocks and experts the layers that are refitted keep all columns.
-        return (dict(work.request.patterns), []) if pattern.whole else allocate_widths(work, pattern)
-    patterns = dict(work.request.patterns)
-    allocation = under_pattern(as_allocation(work.recipe.allocation), pattern)
+        return (dict(workspace.request.patterns), []) if pattern.whole else allocate_widths(workspace, pattern)
+    patterns = dict(workspace.request.patterns)
+    allocation = under_pattern(as_allocation(workspace.recipe.allocation), pattern)
     layers = tuple(layer for layer, own in patterns.items() if own is pattern)
     if allocation.criterion == "uniform" or not layers:
         return patterns, []
-    if allocation.criterion == "auto" and not work.fisher.known and not isinstance(pattern, Budget):
+    if allocation.criterion == "auto" and not workspace.fisher.known and not isinstance(pattern, Budget):
         return patterns, []
     if isinstance(pattern, Budget):
-        plan, records = _bits(work, pattern, layers)
+        plan, records = _bits(workspace, pattern, layers)
     else:
-        plan, records = _zeros(work, pattern, allocation, layers)
+        plan, records = _zeros(workspace, pattern, allocation, layers)
     return {**patterns, **plan}, records
 
 
 def _zeros(
-    work: Workspace, pattern: Pattern, allocation: Allocation, layers: tuple[Layer, ...]
+    workspace: Workspace, pattern: Pattern, allocation: Allocation, layers: tuple[Layer, ...]
 ) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer under one count for all, and the measurements behind it."""
-    recipe = work.recipe
+    recipe = workspace.recipe
     fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
     fast = fast.but(solver=solver_without_grid(fast.solver))  # curves are those of free values
     sparsity = global_sparsity(pattern)
     assert sparsity is not None, "under_pattern accepts no other pattern"
 
-    criterion, judges = _criterion(work, allocation, layers)
+    criterion, judges = _criterion(workspace, allocation, layers)
 
     def planned() -> JsonObject:
         ranges = keep_ranges(allocation, layers, sparsity)
         densities = {FREE: measured_densities(sparsity)}
         sweep = CurveSweep(
-            work,
+            workspace,
             layers,
-            work.fisher,
+            workspace.fisher,
             fast,
             densities,
             lambda bits, keep, layer: Unstructured(keep=keep),
@@ -92,7 +92,7 @@ def _zeros(
         counts = optimal_counts(curves, total, ranges)
         if criterion == "search":
             counts = search(
-                work,
+                workspace,
                 counts,
                 ranges={layer: ranges[layer] for layer, entry in measured.items() if entry.priced},
                 weight_at=sweep.weight_at,
@@ -103,44 +103,44 @@ def _zeros(
         keeps = {layer.name: keep for layer, keep in counts.items()}
         return {"keeps": keeps, "records": [asdict(record) for record in records]}
 
-    values = work.remembered("allocation", planned)
+    values = workspace.remembered("allocation", planned)
     # A layer that receives no input has no count and keeps the pattern of the run.
     keeps = {layer: values["keeps"][layer.name] for layer in layers if layer.name in values["keeps"]}
     plan = {layer: on_grid_of(pattern, Unstructured(keep=keep)) for layer, keep in keeps.items()}
     return plan, [allocation_record(record) for record in values["records"]]
 
 
-def _criterion(work: Workspace, allocation: Allocation, layers: tuple[Layer, ...]) -> tuple[str, Samples]:
+def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer, ...]) -> tuple[str, Samples]:
     """The criterion that an allocation means on this model, and the samples that judge a search.
 
     A search judges one-shot masks: before steps of the whole network its allocations lose (LOG.md).
     """
-    _, evaluation = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
-    judges = judges_of(evaluation, work.fit)
+    _, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
+    judges = judges_of(evaluation, workspace.fit)
     if allocation.criterion != "auto":
         return allocation.criterion, judges
-    blocks = work.decided.blocks
-    network_steps = bool(work.chain) and blocks is not None and blocks.network_steps > 0
-    possible = allocation.generations > 0 and work.store.whole and can_keep_grams(layers) and not network_steps
+    blocks = workspace.decided.blocks
+    network_steps = bool(workspace.chain) and blocks is not None and blocks.network_steps > 0
+    possible = allocation.generations > 0 and workspace.store.whole and can_keep_grams(layers) and not network_steps
     outputs = output_count(judges)
     if possible and outputs >= ENOUGH_OUTPUTS:
-        work.note(f"Sparsities of layers: by a search, judged by {outputs} outputs.")
+        workspace.note(f"Sparsities of layers: by a search, judged by {outputs} outputs.")
         return "search", judges
-    work.note("Sparsities of layers: by their damages in nats, without a search.")
+    workspace.note("Sparsities of layers: by their damages in nats, without a search.")
     return "fisher", judges
 
 
 def _bits(
-    work: Workspace, budget: Budget, layers: tuple[Layer, ...]
+    workspace: Workspace, budget: Budget, layers: tuple[Layer, ...]
 ) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer under a budget of bits, and the measurements behind it."""
 
     def planned() -> JsonObject:
-        chosen, records, tried = divide_bits(work, budget, layers)
+        chosen, records, tried = divide_bits(workspace, budget, layers)
         choices = {layer.name: [*choice] for layer, choice in chosen.items()}
         return {"choices": choices, "records": [asdict(record) for record in records], "tried": tried}
 
-    values = work.remembered("bits", planned)
+    values = workspace.remembered("bits", planned)
     choices = {layer: values["choices"][layer.name] for layer in layers if layer.name in values["choices"]}
     counts = {bits: sum(chosen == bits for chosen, _ in choices.values()) for bits in BITS}
     sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())
@@ -148,8 +148,8 @@ def _bits(
     if values["tried"]:
         ranked = sorted(values["tried"].items(), key=lambda item: item[1])
         losses = ", ".join(f"{name} {loss:.4g}" for name, loss in ranked)
-        work.note(f"Divergence from the dense model on samples that no layer was solved for: {losses}.")
-    work.note(f"Bits of {len(choices)} layers: {listed}; {sparse} of them with zeros.")
+        workspace.note(f"Divergence from the dense model on samples that no layer was solved for: {losses}.")
+    workspace.note(f"Bits of {len(choices)} layers: {listed}; {sparse} of them with zeros.")
     # A layer that receives no input has no choice; it stays dense.
     plan: dict[Layer, Pattern] = {
         layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()

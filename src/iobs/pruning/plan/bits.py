@@ -48,7 +48,7 @@ _MEASURED = "by damages"  # name of the plan that the curves give
 
 @torch.no_grad()
 def divide_bits(
-    work: Workspace, budget: Budget, layers: tuple[Layer, ...]
+    workspace: Workspace, budget: Budget, layers: tuple[Layer, ...]
 ) -> tuple[dict[Layer, Choice], list[AllocationRecord], dict[str, float]]:
     """Bits and kept entries of every layer that receives input, and the measurements behind them.
 
@@ -59,17 +59,17 @@ def divide_bits(
     Raises:
         PatternError: the budget is not enough for the layers that receive input.
     """
-    recipe = work.recipe
+    recipe = workspace.recipe
     quick = recipe.but(solver=QuickGrid()) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
-    fit, evaluation = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
-    probed = evaluation if evaluation.batches else work.fit
-    probe = answered(work.store.model, probed.first(_PROBE, _PROBE_TOKENS))
+    fit, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
+    probed = evaluation if evaluation.batches else workspace.fit
+    probe = answered(workspace.store.model, probed.first(_PROBE, _PROBE_TOKENS))
     densities = {bits: [1 - level for level in levels] for bits, levels in LEVELS.items()}
 
     def pattern(bits: int, keep: int, layer: Layer) -> Pattern:
         return budget.choice(bits, keep, layer.shape)
 
-    measured = CurveSweep(work, layers, work.fisher, quick, densities, pattern).curves()
+    measured = CurveSweep(workspace, layers, workspace.fisher, quick, densities, pattern).curves()
     shapes = {layer: layer.shape for layer in measured}
     if measured:  # layers without input share no bits, and the others may need more without them
         require_budget(budget, [*shapes.values()])
@@ -77,9 +77,9 @@ def divide_bits(
     plans = {_MEASURED: divided(budget, shapes, curves), **_uniform(budget, shapes, curves)}
     # Samples that layers were solved for would judge in favour of plans that fit them.
     tried = {
-        name: work.checkpoint.number(
+        name: workspace.checkpoint.number(
             f"divergence of bits {name}",
-            partial(_divergence, work, quick, plan, budget, fit.first(fit.samples, CURVE_TOKENS), probe),
+            partial(_divergence, workspace, quick, plan, budget, fit.first(fit.samples, CURVE_TOKENS), probe),
         )
         for name, plan in plans.items()
         if evaluation.batches
@@ -90,14 +90,14 @@ def divide_bits(
 
 
 def _divergence(
-    work: Workspace, recipe: Recipe, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples
+    workspace: Workspace, recipe: Recipe, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples
 ) -> float:
     """KL divergence from the dense model to the model under a plan, its layers solved as the run solves them."""
-    model, target = work.store.model, TARGETS[recipe.target]
-    reference = None if work.scoring is None else target.teacher(work.scoring, True)
+    model, target = workspace.store.model, TARGETS[recipe.target]
+    reference = None if workspace.scoring is None else target.teacher(workspace.scoring, True)
     dense = {layer: layer.tensor(model).to("cpu", copy=True) for layer in plan}  # a GPU has no room for them
-    moments = Moments(work.request.seed, POSITIONS, drift=target.drift)
-    sweep = Sweep(model, fitted, Samples(), tuple(plan), work.chain, reference, moments=moments)
+    moments = Moments(workspace.request.seed, POSITIONS, drift=target.drift)
+    sweep = Sweep(model, fitted, Samples(), tuple(plan), workspace.chain, reference, moments=moments)
     try:
         for group in sweep.groups():
             statistics = group.statistics()

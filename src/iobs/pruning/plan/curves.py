@@ -40,7 +40,7 @@ CURVE_TOKENS = 65536  # most positions of text for curves
 POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
 
-TRIAL_SAMPLES = 3000  # of the trials of all layers together; a pass of each through the whole model
+TRIAL_SAMPLES = 6000  # of the trials of all layers together; a pass of each through the whole model
 _LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
 
@@ -80,16 +80,16 @@ def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tup
     return fit, Samples(rest.batches + heldout.batches, rest.numbers + heldout.numbers)
 
 
-def trial_answers(work: Workspace, samples: int) -> Samples:
-    """At most so many samples that no layer is solved for, with the outputs of the dense model.
+def trial_answers(workspace: Workspace, samples: int) -> Samples:
+    """At most `samples` samples that no layer is solved for, with the outputs of the dense model.
 
     None if they are too few to say anything, if the model gives an output at every position, or is not in memory.
     """
-    if samples < _LEAST_TRIAL or not work.store.whole or work.by_position:
+    if samples < _LEAST_TRIAL or not workspace.store.whole or workspace.by_position:
         return Samples()
-    _, evaluation = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
-    judges = evaluation if evaluation.batches else work.fit
-    return answered(work.store.model, judges.first(min(samples, PROBE)))
+    _, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
+    judges = evaluation if evaluation.batches else workspace.fit
+    return answered(workspace.store.model, judges.first(min(samples, PROBE)))
 
 
 def row_step(rows: int, groups: int) -> int:
@@ -109,7 +109,7 @@ class CurveSweep:
     """Measurement of layers in one sweep through the dense model.
 
     Args:
-        work: state of the run; the model is dense.
+        workspace: state of the run; the model is dense.
         layers: the layers to measure.
         fisher: prices of the rows.
         recipe: how a layer is solved.
@@ -119,7 +119,7 @@ class CurveSweep:
         statistics: filled with the Grams of every layer, if they are kept; otherwise None.
     """
 
-    work: Workspace
+    workspace: Workspace
     layers: tuple[Layer, ...]
     fisher: RowFisher
     recipe: Recipe
@@ -139,46 +139,50 @@ class CurveSweep:
         ]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
         if not energies:
-            self.work.note("No gradient of the model's outputs reaches a layer: layers are compared by relative error.")
+            self.workspace.note(
+                "No gradient of the model's outputs reaches a layer: layers are compared by relative error."
+            )
         return {layer: entry if entry.priced else entry.times(typical) for layer, entry in measured.items()}
 
     def _measured(self) -> Iterator[tuple[Layer, LayerCurves]]:
-        work = self.work
-        parts = fit_and_evaluation(work.fit, work.heldout, work.request.seed)
+        workspace = self.workspace
+        parts = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
         fit, evaluation = (part.first(part.samples, CURVE_TOKENS) for part in parts)
         sweep = Sweep(
-            work.store.model,
+            workspace.store.model,
             fit,
             evaluation,
             self.layers,
-            work.chain,
-            moments=Moments(work.request.seed, POSITIONS),
+            workspace.chain,
+            moments=Moments(workspace.request.seed, POSITIONS),
             ranks=current(),
-            residency=work.store,
+            residency=workspace.store,
             changes=False,
         )
         done = 0
         for group in sweep.groups():
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
-                values = work.checkpoint.remembered(f"curves of {layer.name}", partial(self._curves, layer, statistics))
+                values = workspace.checkpoint.remembered(
+                    f"curves of {layer.name}", partial(self._curves, layer, statistics)
+                )
                 if self.statistics is not None:
                     self.statistics[layer] = statistics()
                 done += 1
-                work.callbacks.on_measure("error curves of layers", done, len(self.layers))
+                workspace.callbacks.on_measure("error curves of layers", done, len(self.layers))
                 yield layer, LayerCurves.of(values)
 
     @torch.no_grad()
     def weight_at(self, layer: Layer, keep: int) -> Tensor:
         """The layer's weight (rows, columns) with `keep` entries, from its kept Grams."""
         assert self.statistics is not None
-        return self._solved(layer, self.statistics[layer], layer.read(self.work.store.model), (FREE, keep), 1)
+        return self._solved(layer, self.statistics[layer], layer.read(self.workspace.store.model), (FREE, keep), 1)
 
     @torch.no_grad()
     def _curves(self, layer: Layer, inputs: Callable[[], Statistics]) -> JsonObject:
         """The values of the damages of one layer at all densities."""
         statistics = inputs()
-        dense = layer.read(self.work.store.model)
+        dense = layer.read(self.workspace.store.model)
         gram = statistics.heldout or statistics.calibration
         prices = self.fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
@@ -218,11 +222,11 @@ class CurveSweep:
     @cached_property
     def _answers(self) -> Samples:
         """Samples of the trials with the outputs of the dense model; none if the trials of all layers cost too much."""
-        return trial_answers(self.work, TRIAL_SAMPLES // len(self.layers))
+        return trial_answers(self.workspace, TRIAL_SAMPLES // len(self.layers))
 
     def _divergence(self, layer: Layer, weight: Tensor) -> float:
         """KL divergence in nats from the dense model to the model with another weight of one layer."""
-        model = self.work.store.model
+        model = self.workspace.store.model
         kept = layer.read(model)
         try:
             layer.write(model, weight)
@@ -237,7 +241,7 @@ class CurveSweep:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
         recipe = self.recipe.for_layer(layer.name)
-        importance = self.work.importance.get(layer)
+        importance = self.workspace.importance.get(layer)
         importance = None if importance is None else importance[::step]
         zeros = rows if recipe.keep_zeros else None
         task = Task(layer, self.pattern(bits, keep, layer), rows, None, recipe, zeros, importance=importance)

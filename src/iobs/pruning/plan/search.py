@@ -42,7 +42,7 @@ def output_count(judges: Samples) -> int:
 
 
 def search(
-    work: Workspace,
+    workspace: Workspace,
     counts: Counts,
     *,
     ranges: Mapping[Layer, tuple[int, int]],
@@ -53,17 +53,17 @@ def search(
     """Counts of the least divergence that some random moves find.
 
     Args:
-        work: state of the run; the model is dense.
+        workspace: state of the run; the model is dense.
         counts: entries that each layer keeps.
         ranges: least and greatest count of each layer.
-        weight_at: (layer, count) -> the weight of the layer with so many entries.
+        weight_at: (layer, count) -> the weight of the layer with that many entries.
         judges: samples on which divergences are measured.
         generations: number of moves.
     """
-    layers, model = tuple(ranges), work.store.model
+    layers, model = tuple(ranges), workspace.store.model
     if len(layers) < 2:
         return counts
-    generator = torch.Generator().manual_seed(work.request.seed)
+    generator = torch.Generator().manual_seed(workspace.request.seed)
     answers = answered(model, judges)
 
     def divergence(weights: Mapping[Layer, Tensor]) -> float:
@@ -73,7 +73,7 @@ def search(
     weights = {layer: weight_at(layer, keep) for layer, keep in counts.items()}
     best = divergence(weights)
     for generation in range(1, generations + 1):
-        work.callbacks.on_measure("moves of weights between layers", generation, generations)
+        workspace.callbacks.on_measure("moves of weights between layers", generation, generations)
         giver, taker = (layers[i] for i in torch.randperm(len(layers), generator=generator)[:2].tolist())
         share = _LEAST_SHARE + (_MOST_SHARE - _LEAST_SHARE) * float(torch.rand((), generator=generator))
         moved = round(share * min(counts[giver], counts[taker]))

@@ -37,13 +37,13 @@ class Curves:
     """Measurements of all sites of a dense model.
 
     Args:
-        work: state of the run; the model is dense.
+        workspace: state of the run; the model is dense.
 
     Attributes:
         readers: problems of readers. Each holds a float64 Hessian, so a problem is dropped after the last use.
     """
 
-    work: Workspace
+    workspace: Workspace
     readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
@@ -52,50 +52,55 @@ class Curves:
 
         Only the problems of sites that several layers read, or that share a reader, are kept for the choice of units.
         """
-        sites, curves = self.work.request.sites, dict[str, SiteCurve]()
+        sites, curves = self.workspace.request.sites, dict[str, SiteCurve]()
         for layer in self.read(sites.sites):
             for site in sites.of(layer):
                 if all(reader in self.readers for reader in sites.readers(site)):
                     curves[site.name] = self._curve(site)
                     if sites.single(site):
                         del self.readers[layer]
-                    self.work.callbacks.on_measure("effects of widths", len(curves), len(sites.sites))
+                    self.workspace.callbacks.on_measure("effects of widths", len(curves), len(sites.sites))
         return curves
 
     @torch.no_grad()
     def read(self, sites: Iterable[Site]) -> Iterator[Layer]:
         """Collect the problems of the readers of some sites, and name each layer once its problem is known."""
-        work = self.work
-        layers = dict.fromkeys(layer for site in sites for layer in work.request.sites.readers(site))
+        workspace = self.workspace
+        layers = dict.fromkeys(layer for site in sites for layer in workspace.request.sites.readers(site))
         if not layers:
             return
         sweep = Sweep(
-            work.store.model,
-            work.fit.first(work.fit.samples, CURVE_TOKENS),
+            workspace.store.model,
+            workspace.fit.first(workspace.fit.samples, CURVE_TOKENS),
             Samples([], []),
             tuple(layers),
-            work.chain,
-            moments=Moments(work.request.seed, POSITIONS, means=True),
+            workspace.chain,
+            moments=Moments(workspace.request.seed, POSITIONS, means=True),
         )
         for group in sweep.groups():
             statistics = group.statistics()
             for layer in group.layers:
-                free = layer in work.biases
+                free = layer in workspace.biases
                 self.readers[layer] = ReaderProblem.of(
-                    work.store.model, layer, statistics, damping=work.recipe.damping, bias=free, fisher=work.fisher
+                    workspace.store.model,
+                    layer,
+                    statistics,
+                    damping=workspace.recipe.damping,
+                    bias=free,
+                    fisher=workspace.fisher,
                 )
                 yield layer
 
     def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
         """The readers of a site, after the removal of units of other sites."""
-        sites = self.work.request.sites
+        sites = self.workspace.request.sites
         return tuple(
             Part(self.readers[layer], sites.columns(site, layer), sites.mask(layer, removed))
             for layer in sites.readers(site)
         )
 
     def _curve(self, site: Site) -> SiteCurve:
-        parts, sites = self.parts(site, {}), self.work.request.sites
+        parts, sites = self.parts(site, {}), self.workspace.request.sites
         reader = parts[0].reader
         if sites.single(site):
             problem, labels = reader.problem, sites.groups(reader.layer).labels(reader.layer.shape[1])
@@ -109,7 +114,7 @@ class Curves:
             def measured() -> JsonObject:
                 return {"damages": [self._damage(site, parts, path.order[:removed]) for removed in tried]}
 
-            damages = self.work.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
+            damages = self.workspace.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
             points = [(losses[removed], value) for removed, value in zip(tried, damages, strict=True)]
             losses = corrected(losses, points)
         return SiteCurve(reader.layer, losses, sum(part.reader.energy for part in parts))
@@ -117,8 +122,8 @@ class Curves:
     @cached_property
     def _answers(self) -> Samples:
         """Samples of the trials with the outputs of the dense model; none if the trials of all sites cost too much."""
-        samples = TRIAL_SAMPLES // (len(LEVELS) * len(self.work.request.sites.sites))
-        return trial_answers(self.work, samples)
+        samples = 2 * TRIAL_SAMPLES // (len(LEVELS) * len(self.workspace.request.sites.sites))
+        return trial_answers(self.workspace, samples)
 
     @cached_property
     def _loss(self) -> LossFunction:
@@ -126,7 +131,7 @@ class Curves:
 
     def _damage(self, site: Site, parts: tuple[Part, ...], gone: list[int]) -> float:
         """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
-        model, sites = self.work.store.model, self.work.request.sites
+        model, sites = self.workspace.store.model, self.workspace.request.sites
         changed: list[tuple[Tensor, Tensor]] = []
         try:
             for part in parts:
@@ -135,7 +140,7 @@ class Curves:
                 changed.append((layer.tensor(model), layer.tensor(model).clone()))
                 layer.write(model, layer.read(model).double() + weight)
                 if bias is not None:
-                    stored = model.get_parameter(self.work.biases[layer]).detach()
+                    stored = model.get_parameter(self.workspace.biases[layer]).detach()
                     changed.append((stored, stored.clone()))
                     stored.add_(bias)
             return damage(model, self._answers, self._loss)

@@ -32,26 +32,30 @@ _TIMINGS = 4  # measurements of the whole network in an allocation by time
 _CLOSE = 1.01  # measured times differ by this factor from run to run
 
 
-def allocate_widths(work: Workspace, pattern: Structured) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
+def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """Groups of every reader with the number of units to keep; for an allocation also the measurements behind it.
 
     Units that several layers read, or that share a reader with others, are chosen here. Their joint quadratic on the
     inputs of the dense model decides. All other units are chosen by the solver of their reader.
     """
-    sites = work.request.sites
+    sites = workspace.request.sites
 
     def planned() -> JsonObject:
-        widths, records, curves = _planned(work, pattern)
-        chosen = _chosen_units(work, widths, curves)
+        widths, records, curves = _planned(workspace, pattern)
+        chosen = _chosen_units(workspace, widths, curves)
         return {"widths": widths, "chosen": chosen, "records": [asdict(record) for record in records]}
 
-    found = work.remembered("allocation", planned)
+    found = workspace.remembered("allocation", planned)
     widths, chosen = found["widths"], found["chosen"]
-    if work.request.require_counts is not None:
-        _require_counts(work.request.require_counts, widths)  # a width alone was tried before, all of them were not
-    work.decided = replace(work.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}})
+    if workspace.request.require_counts is not None:
+        _require_counts(
+            workspace.request.require_counts, widths
+        )  # a width alone was tried before, all of them were not
+    workspace.decided = replace(
+        workspace.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}}
+    )
     plan: dict[Layer, Pattern] = {}
-    for layer, one in work.request.patterns.items():
+    for layer, one in workspace.request.patterns.items():
         assert isinstance(one, Groups)
         own = sites.of(layer)
         if not own:  # refitted with all its columns
@@ -78,45 +82,45 @@ def _require_counts(require: Callable[[Mapping[str, int]], None], widths: Mappin
         ) from error
 
 
-def _planned(work: Workspace, pattern: Structured) -> tuple[dict[str, int], list[AllocationRecord], Curves]:
-    every = work.request.sites.sites
-    latency, offered = None, dict(work.request.offered)
+def _planned(workspace: Workspace, pattern: Structured) -> tuple[dict[str, int], list[AllocationRecord], Curves]:
+    every = workspace.request.sites.sites
+    latency, offered = None, dict(workspace.request.offered)
     if pattern.of == "latency":
-        latency, offered = _timed(work, pattern, every)
-    equal = as_allocation(work.recipe.allocation).criterion == "uniform"
-    products = Products.count(work.store.model, work.fit.batches[0], every).held
+        latency, offered = _timed(workspace, pattern, every)
+    equal = as_allocation(workspace.recipe.allocation).criterion == "uniform"
+    products = Products.count(workspace.store.model, workspace.fit.batches[0], every).held
     cost: CostModel = latency or (products.entries if pattern.of == "parameters" else products)
     limit = (1 - pattern.sparsity) * cost.of({})
-    plain = choices_of(every, pattern, work.request.tied, None, offered)
+    plain = choices_of(every, pattern, workspace.request.tied, None, offered)
     require_reachable(plain, cost, limit)  # before the curves, which can take minutes
-    measuring = Curves(work)
+    measuring = Curves(workspace)
     curves = {} if equal else measuring.measured()
-    choices = plain if equal else choices_of(every, pattern, work.request.tied, curves, offered)
+    choices = plain if equal else choices_of(every, pattern, workspace.request.tied, curves, offered)
     if latency is not None:
-        widths = _within_time(work, pattern, Timed(every, choices, latency, equal))
+        widths = _within_time(workspace, pattern, Timed(every, choices, latency, equal))
     else:
         widths = chosen_widths(choices, cost, limit, equal)
-        _note_uncounted(work, choices, cost, widths)
+        _note_uncounted(workspace, choices, cost, widths)
     return widths, [_record(curve, widths[name]) for name, curve in curves.items()], measuring
 
 
-def _note_uncounted(work: Workspace, choices: list[WidthChoice], cost: CostModel, widths: dict[str, int]) -> None:
+def _note_uncounted(workspace: Workspace, choices: list[WidthChoice], cost: CostModel, widths: dict[str, int]) -> None:
     """Note the sites that keep all units because the samples that the cost is counted on do not call their layers."""
     for choice in choices:
         narrowest, *others = choice.widths
         if others and cost.of(choice.at(narrowest)) == cost.of({}) and widths[choice.sites[0]] == choice.widths[-1]:
-            work.note(
+            workspace.note(
                 f"{', '.join(choice.sites)}: all units are kept, since no sample of the first calibration batch "
                 "reaches them, so their removal would save nothing of the cost."
             )
 
 
-def _chosen_units(work: Workspace, widths: dict[str, int], curves: Curves) -> dict[str, list[int]]:
+def _chosen_units(workspace: Workspace, widths: dict[str, int], curves: Curves) -> dict[str, list[int]]:
     """Units that are kept, by name of the site, for the sites whose units no reader can choose alone.
 
     The sites are chosen one after another; columns of units that an earlier site lost are gone for the later ones.
     """
-    sites = work.request.sites
+    sites = workspace.request.sites
     several = [site for site in sites.sites if not sites.single(site)]
     unread = [site for site in several if any(layer not in curves.readers for layer in sites.readers(site))]
     for _ in curves.read(unread):
@@ -129,7 +133,7 @@ def _chosen_units(work: Workspace, widths: dict[str, int], curves: Curves) -> di
             kept[site.name] = list(range(site.count))
             continue
         problem, labels = joint_quadratic(curves.parts(site, removed))
-        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(work.recipe))
+        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(workspace.recipe))
         kept[site.name] = kept_groups(solution.mask, labels).nonzero().flatten().tolist()
         removed[site.name] = sorted(set(range(site.count)) - set(kept[site.name]))
     return kept
@@ -152,26 +156,28 @@ class Timed:
     equal: bool
 
 
-def _timed(work: Workspace, pattern: Structured, sites: tuple[Site, ...]) -> tuple[Latency, dict[str, tuple[int, ...]]]:
+def _timed(
+    workspace: Workspace, pattern: Structured, sites: tuple[Site, ...]
+) -> tuple[Latency, dict[str, tuple[int, ...]]]:
     """Times of the blocks of all sites, and the widths that are worth choosing."""
-    known = work.request.offered
+    known = workspace.request.offered
     offered = {site: possible_widths(pattern, site, offered=known.get(site.name)) for site in sites}
-    with _without_added(work):
-        latency = measure(work.store.model, work.fit.batches[0], offered, pattern.runtime)
+    with _without_added(workspace):
+        latency = measure(workspace.store.model, workspace.fit.batches[0], offered, pattern.runtime)
     for site in offered:
         if site.name not in latency.times:
-            work.note(f"{site.name} keeps all units: the first sample does not call its block, so it has no time.")
+            workspace.note(f"{site.name} keeps all units: the first sample does not call its block, so it has no time.")
     return latency, {site.name: latency.useful(site, widths) for site, widths in offered.items()}
 
 
 @contextmanager
-def _without_added(work: Workspace) -> Iterator[None]:
+def _without_added(workspace: Workspace) -> Iterator[None]:
     """Context in which a model is without the biases of the run.
 
     The dense network does not compute them, and those of layers that also write units would not become narrower.
     """
-    model = work.store.model
-    taken = take_biases(model, work.request.added)
+    model = workspace.store.model
+    taken = take_biases(model, workspace.request.added)
     try:
         yield
     finally:
@@ -179,22 +185,22 @@ def _without_added(work: Workspace) -> Iterator[None]:
             model.get_submodule(path).register_parameter("bias", bias)
 
 
-def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
+def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
     """Widths whose network was measured to take at most the time that is asked.
 
     The times of blocks add up to the time of the network only roughly. So the limit is corrected by measurements of the
     whole network with the chosen widths.
     """
-    model, latency = work.store.model, timed.latency
+    model, latency = workspace.store.model, timed.latency
     asked = (1 - pattern.sparsity) * latency.dense
     found = chosen_widths(timed.choices, latency, asked, timed.equal)
     if not can_copy(model):
         return found
     fastest: tuple[float, dict[str, int]] | None = None
     for _ in range(_TIMINGS):
-        with _without_added(work):
+        with _without_added(workspace):
             narrow = narrowed(model, timed.sites, found)
-            before, after = shares_of(model, narrow, work.fit.batches[0], pattern.runtime)
+            before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime)
         share = after / before
         if fastest is None or share < fastest[0]:
             fastest = share, found
@@ -207,7 +213,7 @@ def _within_time(work: Workspace, pattern: Structured, timed: Timed) -> dict[str
             break
     assert fastest is not None
     wanted = f"asked were {1 - pattern.sparsity:.0%}"
-    work.note(f"The network takes {fastest[0]:.0%} of the dense time in {NAMES[pattern.runtime]}; {wanted}.")
+    workspace.note(f"The network takes {fastest[0]:.0%} of the dense time in {NAMES[pattern.runtime]}; {wanted}.")
     return fastest[1]
 
 

@@ -34,7 +34,7 @@ class Fits:
     """Fits of windows, with one learning rate for all that is chosen on the first of them, and of the whole network.
 
     Args:
-        work: state of the run.
+        workspace: state of the run.
         sweep: has the blocks, and knows the layers that received no input so far. These are not pruned yet.
         patterns: of the pruned layers, after their last projection.
         settings: of the fits.
@@ -47,7 +47,7 @@ class Fits:
         finished: masters of finished blocks, for these steps.
     """
 
-    work: Workspace
+    workspace: Workspace
     sweep: Sweep
     patterns: Mapping[Layer, Pattern]
     settings: BlockFit
@@ -86,7 +86,7 @@ class Fits:
             parameters, values = stored.get(stage, level)
             masters.replace(parameters)
             masters.copy_to_model()
-            self.work.note_again(values)
+            self.workspace.note_again(values)
         elif not steps:
             stored.put(stage, level, masters.values)
         else:
@@ -97,13 +97,13 @@ class Fits:
             schedule = "cosine" if level is None else "constant"
             if not descent.lowers(before, steps, (rate, rate / _RETREAT), schedule=schedule):
                 notes = [f"Gradient steps of the {name} are left out: they raise the held-out loss of {before:.3g}."]
-                self.work.note(notes[0])
+                self.workspace.note(notes[0])
             stored.put(stage, level, masters.values, notes)
         masters.keep()
 
     def _descent(self, window: Window, masters: Masters) -> Descent:
         """The steps of a window on one batch of every rank."""
-        ranks, seed = self.sweep.ranks, self.work.request.seed + window.stages.stop
+        ranks, seed = self.sweep.ranks, self.workspace.request.seed + window.stages.stop
         return Descent(
             LossGradient(window, masters, ranks),
             "block adam",
@@ -119,7 +119,7 @@ class Fits:
             if window.loss(window.streams.fit[0]).requires_grad:
                 return True
         self.gradient = False
-        self.work.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
+        self.workspace.note(f"Gradient steps of the {name} are left out: the model computes without gradients.")
         return False
 
     def _rate(self, window: Window, descent: Descent, before: float | None = None) -> float:
@@ -131,7 +131,7 @@ class Fits:
             key = f"round {self.stored.index} rate of blocks{values}"
             trials = block_trials(self.settings)
             name = f"block reconstruction{values}"
-            self.rates[on_grids] = choose_rate(self.work, descent, trials, key, name, before)
+            self.rates[on_grids] = choose_rate(self.workspace, descent, trials, key, name, before)
         return self.rates[on_grids]
 
     # ---- the whole network
@@ -154,7 +154,7 @@ class Fits:
         """Take the steps, undo them if they raise the held-out loss, and leave all blocks; `dense` is behind them."""
         if self.begin is None:
             return
-        groups = [*self.finished, Masters.of(self.work.store, self._vectors_outside(), {})]
+        groups = [*self.finished, Masters.of(self.workspace.store, self._vectors_outside(), {})]
         if self.gradient:
             self._fit_groups(Streams.of(self.sweep, self.begin, dense), groups)
         for stage, masters in enumerate(groups):
@@ -165,38 +165,40 @@ class Fits:
 
     def _fit_groups(self, streams: Streams, groups: list[Masters]) -> None:
         """Take the steps on groups of masters, or read them from the checkpoint."""
-        work, key = self.work, f"round {self.stored.index} steps of the network"
-        if key in work.checkpoint:
-            work.note_again(work.checkpoint.get(key)[1])
+        workspace, key = self.workspace, f"round {self.stored.index} steps of the network"
+        if key in workspace.checkpoint:
+            workspace.note_again(workspace.checkpoint.get(key)[1])
             for stage, masters in enumerate(groups):
-                masters.replace(work.checkpoint.get(f"{key}, block {stage}")[0])
+                masters.replace(workspace.checkpoint.get(f"{key}, block {stage}")[0])
             return
         gradient, ranks = BlockwiseGradient(streams, groups, self.sweep.residency), self.sweep.ranks
         descent = Descent(
             gradient,
             "factored",
-            order=lambda taken: shuffled_positions(streams.fit, work.request.seed),
+            order=lambda taken: shuffled_positions(streams.fit, workspace.request.seed),
             judge=lambda: gradient.judged_loss(ranks),
             ranks=ranks,
         )
         descent.mark(self.sweep.residency.hold)
-        noted, before = len(work.callbacks.notes), descent.loss()
+        noted, before = len(workspace.callbacks.notes), descent.loss()
         rate = self.settings.network_lr
         if rate == "auto":
             trials, rate_key = network_trials(self.settings), f"round {self.stored.index} rate of the network"
-            rate = choose_rate(work, descent, trials, rate_key, "the whole network", before)
-        saved = StepCheckpoint(work.checkpoint, f"{key} so far", STEPS_BETWEEN_SAVES)
+            rate = choose_rate(workspace, descent, trials, rate_key, "the whole network", before)
+        saved = StepCheckpoint(workspace.checkpoint, f"{key} so far", STEPS_BETWEEN_SAVES)
         if not descent.lowers(
             before,
             self.settings.network_steps,
             (rate,),
             saved=saved,
-            on_step=lambda done, steps, loss: work.callbacks.on_measure("steps of the whole network", done, steps),
+            on_step=lambda done, steps, loss: workspace.callbacks.on_measure("steps of the whole network", done, steps),
         ):
-            work.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
+            workspace.note(f"The steps of the whole network are left out: they raise the held-out loss {before:.3g}.")
         for stage, masters in enumerate(groups):
-            work.checkpoint.put(f"{key}, block {stage}", masters.values, {})
-        work.checkpoint.put(key, {}, {"notes": work.callbacks.notes[noted:]})  # last: all blocks are stored now
+            workspace.checkpoint.put(f"{key}, block {stage}", masters.values, {})
+        workspace.checkpoint.put(
+            key, {}, {"notes": workspace.callbacks.notes[noted:]}
+        )  # last: all blocks are stored now
         saved.remove(descent)
 
     # ---- fitted parameters
@@ -209,35 +211,35 @@ class Fits:
             final: the layers have their final patterns.
             shared: float32 parameters are their own masters.
         """
-        model, blocks = self.work.store.model, [self.sweep.chain[stage] for stage in stages]
-        layers = [layer for layer in self.work.selection.layers if layer not in self.sweep.without_input]
-        names, masks = fitted_names(model, layers, blocks, self.work.frozen)
+        model, blocks = self.workspace.store.model, [self.sweep.chain[stage] for stage in stages]
+        layers = [layer for layer in self.workspace.selection.layers if layer not in self.sweep.without_input]
+        names, masks = fitted_names(model, layers, blocks, self.workspace.frozen)
         rounding = None
         if final:
             patterns = {layer: self.patterns[layer] for layer in layers if layer.key in masks}
             free_zeros(masks, patterns)
             rounding = rounding_of(model, patterns)
         names += self._vectors_outside() if outside else []
-        return Masters.of(self.work.store, names, masks, rounding, shared=shared)
+        return Masters.of(self.workspace.store, names, masks, rounding, shared=shared)
 
     def _vectors_outside(self) -> list[str]:
         """The names of the vectors outside the blocks, such as the scale of the last norm."""
         everywhere = tuple(f"{block.path}." for block in self.sweep.chain)
         return [
             name
-            for name, value in self.work.store.model.named_parameters()
+            for name, value in self.workspace.store.model.named_parameters()
             if value.ndim == 1 and value.is_floating_point() and not name.startswith(everywhere)
-            if name not in self.work.frozen
+            if name not in self.workspace.frozen
         ]
 
 
 def choose_rate(
-    work: Workspace, descent: Descent, trials: RateTrials, key: str, name: str, before: float | None = None
+    workspace: Workspace, descent: Descent, trials: RateTrials, key: str, name: str, before: float | None = None
 ) -> float:
     """The learning rate of steps by trials, or from the checkpoint, with a note.
 
     Args:
-        work: state of the run.
+        workspace: state of the run.
         descent: the steps, after `mark`.
         trials: of the rates.
         key: of the trials in the checkpoint.
@@ -247,12 +249,12 @@ def choose_rate(
 
     def choose() -> JsonObject:
         loss = descent.loss() if before is None else before
-        return trials.choose(descent, loss, work.checkpoint, key, work.callbacks.on_measure)
+        return trials.choose(descent, loss, workspace.checkpoint, key, workspace.callbacks.on_measure)
 
-    choice = work.checkpoint.remembered(key, choose)
+    choice = workspace.checkpoint.remembered(key, choose)
     text = f"Learning rate of {name}: {choice['rate']:g} ({choice['text']})."
-    if text not in work.callbacks.notes:  # as after a finished block of a resumed run
-        work.note(text)
+    if text not in workspace.callbacks.notes:  # as after a finished block of a resumed run
+        workspace.note(text)
     return float(choice["rate"])
 
 

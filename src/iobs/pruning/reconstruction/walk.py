@@ -38,7 +38,7 @@ class Walk:
     in two places in turns.
 
     Args:
-        work: state of the run.
+        workspace: state of the run.
         sweep: gives the Gram matrices; its reference is the dense model.
         projection: prunes layers at their final pattern, and records them.
         fit: settings.
@@ -48,7 +48,7 @@ class Walk:
         fits: of the windows and of the whole network.
     """
 
-    work: Workspace
+    workspace: Workspace
     sweep: Sweep
     projection: Projection
     fit: BlockFit
@@ -57,13 +57,13 @@ class Walk:
     _place: int = field(default=1, init=False)  # of the dense model's hidden states, 1 or 3
 
     def __post_init__(self) -> None:
-        work, sweep, index = self.work, self.sweep, self.projection.index
+        workspace, sweep, index = self.workspace, self.sweep, self.projection.index
         batches = len(sweep.calibration.batches)
         self.fit = self.fit.within(-(-batches // sweep.ranks.size))  # a step takes one batch on every rank
         numbers = {number_of_block(sweep.chain, layer.path) for layer in sweep.layers}
         spans = windows(sorted(number for number in numbers if number is not None), self.fit.window)
-        self.stored = StoredFits(work.checkpoint, index, sweep.chain, spans)
-        self.fits = Fits(work, sweep, self.projection.patterns, self.fit, self.stored)
+        self.stored = StoredFits(workspace.checkpoint, index, sweep.chain, spans)
+        self.fits = Fits(workspace, sweep, self.projection.patterns, self.fit, self.stored)
 
     def run(self) -> None:
         """Prune and fit all blocks, and prune the layers outside them."""
@@ -94,7 +94,7 @@ class Walk:
     def _window(self, base: Stream, ahead: Stream, dense: Stream, stage: int) -> None:
         """Prune a block, fit the window that ends with it, and slide on to the next window."""
         sweep, spans = self.sweep, self.stored.windows
-        other, notes = 4 - self._place, self.work.callbacks.notes
+        other, notes = 4 - self._place, self.workspace.callbacks.notes
         before = len(notes)
         targets = self._prune_block(ahead, dense, stage, other)
         noted = notes[before:]
@@ -156,7 +156,7 @@ class Walk:
         layers = {layer.name: layer for layer in self.sweep.layers}
         for name in finished["layers"]:
             self.projection.read(layers[name])
-        self.work.note_again(finished)
+        self.workspace.note_again(finished)
         self.sweep.without_input = {layers[name]: used for name, used in finished["without_input"].items()}
 
     def _finish(self, ahead: Stream, stage: int, noted: list[str]) -> None:
@@ -170,7 +170,7 @@ class Walk:
         """Prune the groups of one stage."""
         for group in sweep.groups_of(streams, stage):
             projection.project(group)
-            self.work.memory.look()
+            self.workspace.memory.look()
 
     # ---- hidden states
     @torch.no_grad()
