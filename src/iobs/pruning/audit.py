@@ -48,35 +48,39 @@ def audit(
         ModelError: the directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, or does not fit a layer that was pruned.
     """
-    asked = None if pattern is None else as_pattern(pattern)
+    expected = None if pattern is None else as_pattern(pattern)
     layers = {layers} if isinstance(layers, str) else layers
     # Closed at once: until then the weights of a model are folded, and a caller may keep an error and its frames.
     with closing(_of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))) as matrices:
-        return _within(asked, matrices, layers) if isinstance(asked, Budget) else _checked(asked, matrices, layers)
+        return (
+            _within(expected, matrices, layers)
+            if isinstance(expected, Budget)
+            else _checked(expected, matrices, layers)
+        )
 
 
 def _checked(
-    asked: Pattern | None, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None
+    pattern: Pattern | None, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None
 ) -> list[AuditRow]:
     """Rows of matrices; those of pruned layers are checked against a pattern, if there is one."""
     rows, checked = [], False
     for name, matrix in matrices:
         row = counted(name, matrix)
-        if asked is not None and (_is_pruned(row, matrix, asked) if layers is None else name in layers):
-            check(name, matrix, asked)
-            row.asked, checked = asked_zeros(asked, row.shape), True
-            row.bits = stored_bits(asked, row.shape)
+        if pattern is not None and (_is_pruned(row, matrix, pattern) if layers is None else name in layers):
+            check(name, matrix, pattern)
+            row.asked, checked = asked_zeros(pattern, row.shape), True
+            row.bits = stored_bits(pattern, row.shape)
         rows.append(row)
     _require_known(layers, rows)
-    if asked is not None and not checked:
-        if isinstance(asked, Grid):
-            raise AuditError(f"No layer lies on the grid {asked}: the model was not pruned to it, or changed since.")
+    if pattern is not None and not checked:
+        if isinstance(pattern, Grid):
+            raise AuditError(f"No layer lies on the grid {pattern}: the model was not pruned to it, or changed since.")
         most = max(rows, key=lambda row: row.sparsity, default=None)
         raise AuditError(
-            f"No layer has a tenth of the zeros that {asked} asks for; {most.name!r} has most, {most.zeros:,} of "
+            f"No layer has a tenth of the zeros that {pattern} asks for; {most.name!r} has most, {most.zeros:,} of "
             f"{most.weights:,}. The model was not pruned to it, or something wrote into the weights afterwards."
             if most and most.zeros
-            else f"No layer has a zero: the model is dense, and {asked} holds nowhere."
+            else f"No layer has a zero: the model is dense, and {pattern} holds nowhere."
         )
     return rows
 
@@ -106,9 +110,9 @@ def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Coll
 
 def _require_known(names: Collection[str] | None, rows: Sequence[AuditRow]) -> None:
     """Raise LayerSelectionError unless every name is that of a matrix: an unknown layer would count as checked."""
-    found = [row.name for row in rows]
-    if unknown := [name for name in names or () if name not in found]:
-        raise LayerSelectionError(f"layers={unknown} are names of no matrix; the matrices are {listed(found, 5)}.")
+    present = [row.name for row in rows]
+    if unknown := [name for name in names or () if name not in present]:
+        raise LayerSelectionError(f"layers={unknown} are names of no matrix; the matrices are {listed(present, 5)}.")
 
 
 def _fewest_bits(matrix: Tensor, budget: Budget) -> int | None:
@@ -174,9 +178,9 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
 def _check_columns(name: str, matrix: Tensor, pattern: Groups) -> None:
     """`check` for groups of columns: at most the kept number of groups has a nonzero entry."""
     labels, most = pattern.labels(matrix.shape[1]), pattern.kept(matrix.shape[1])
-    found = int(torch.bincount(labels[(matrix != 0).any(0).cpu()]).count_nonzero())
-    if found > most:
-        raise AuditError(f"Layer {name!r} keeps {found} groups of columns where the pattern {pattern} allows {most}.")
+    columns = int(torch.bincount(labels[(matrix != 0).any(0).cpu()]).count_nonzero())
+    if columns > most:
+        raise AuditError(f"Layer {name!r} keeps {columns} groups of columns where the pattern {pattern} allows {most}.")
 
 
 def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
@@ -186,10 +190,10 @@ def check_together(rows: Sequence[AuditRow], pattern: Unstructured) -> None:
         AuditError: they have fewer; names both counts.
     """
     zeros, weights = sum(row.zeros for row in rows), sum(row.weights for row in rows)
-    asked = asked_zeros(pattern, (1, weights))
-    if zeros < asked:
+    least = asked_zeros(pattern, (1, weights))
+    if zeros < least:
         raise AuditError(
-            f"The {len(rows)} pruned layers have {zeros:,} zeros, and {pattern} asks for {asked:,} of them."
+            f"The {len(rows)} pruned layers have {zeros:,} zeros, and {pattern} asks for {least:,} of them."
         )
 
 
@@ -262,7 +266,7 @@ def audit_layers(
     return rows
 
 
-def require_promised(found: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
+def require_promised(counted_rows: Sequence[AuditRow], promised: Sequence[AuditRow], where: Path) -> None:
     """Raise AuditError unless files have at least the zeros that a report counted.
 
     Layers are compared by name. Layers with another name in the files (experts in one tensor, tied heads) are compared
@@ -276,7 +280,7 @@ def require_promised(found: Sequence[AuditRow], promised: Sequence[AuditRow], wh
     Raises:
         AuditError: there are fewer; names the layer and both counts.
     """
-    others = {row.name: row.zeros for row in found}
+    others = {row.name: row.zeros for row in counted_rows}
     missing = 0
     for row in promised:
         zeros = others.pop(row.name, None)

@@ -118,8 +118,8 @@ class Coverage:
     @property
     def by_kind(self) -> dict[Kind, int]:
         """Dense weight entries of each kind, the most first; kinds without entries are left out."""
-        found = {kind: sum(one.entries for one in self.dense if one.kind == kind) for kind in get_args(Kind)}
-        return {kind: found[kind] for kind in sorted(found, key=lambda kind: -found[kind]) if found[kind]}
+        entries = {kind: sum(weight.entries for weight in self.dense if weight.kind == kind) for kind in get_args(Kind)}
+        return {kind: entries[kind] for kind in sorted(entries, key=lambda kind: -entries[kind]) if entries[kind]}
 
     @property
     def unexpected(self) -> int:
@@ -129,7 +129,7 @@ class Coverage:
     @property
     def reasons(self) -> dict[str, str]:
         """The reason of every dense weight, by name."""
-        return {one.name: one.reason for one in self.dense}
+        return {weight.name: weight.reason for weight in self.dense}
 
     def lines(self) -> list[str]:
         """The coverage in words, one line for each number."""
@@ -145,8 +145,11 @@ class Coverage:
 
     def names(self, kind: Kind) -> str:
         """The largest dense weights of a kind, named, and the number of the others."""
-        found = sorted((one for one in self.dense if one.kind == kind and one.entries), key=lambda one: -one.entries)
-        return listed([one.name for one in found], _NAMED)
+        weights = sorted(
+            (weight for weight in self.dense if weight.kind == kind and weight.entries),
+            key=lambda weight: -weight.entries,
+        )
+        return listed([weight.name for weight in weights], _NAMED)
 
     def warning(self) -> str | None:
         """A sentence if much of the model stays dense for a reason that can surprise, otherwise None."""
@@ -163,4 +166,4 @@ class Coverage:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Coverage:
         """Rebuild a coverage from plain types."""
-        return cls(**{**values, "dense": tuple(DenseWeight(**one) for one in values["dense"])})
+        return cls(**{**values, "dense": tuple(DenseWeight(**row) for row in values["dense"])})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -100,27 +100,31 @@ def prune(
     ensure_sleep()
     _require_callbacks(callbacks)
     store = model if isinstance(model, Store) else Store(model)
-    wanted = as_pattern(pattern)
+    parsed = as_pattern(pattern)
     listeners = [LoggingCallback(), *callbacks]
-    if isinstance(wanted, Structured):
+    if isinstance(parsed, Structured):
         units = as_structured_recipe(recipe).but(**changes)
-        request_of_units = StructuredRequest(wanted, units, include, ignore, holdout, seed, checkpoint)
+        request_of_units = StructuredRequest(parsed, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
             return prune_structured(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     store.require_possible(chosen)
-    require_whole(wanted, store.whole)
-    asked = holdout, seed, checkpoint
+    require_whole(parsed, store.whole)
+
+    def select() -> tuple[Selection, Request]:
+        layers = store.select(include, ignore, chosen.depthwise)
+        return requested(chosen, parsed, layers, holdout, seed, checkpoint)
+
     normed = normed_weights(store.model) if isinstance(store.model, nn.Module) else set[str]()
     with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
-        chosen_now = _selected(store, chosen, wanted, include, ignore, asked)
+        selected = _before_observation(store, select)
         collected = store.collect_batches(data)
-        if store.observe(collected, seed) or chosen_now is None:
-            chosen_now = requested(chosen, wanted, store.select(include, ignore, chosen.depthwise), *asked)
-        selection, request = chosen_now
+        if store.observe(collected, seed) or selected is None:
+            selected = select()
+        selection, request = selected
         require_exact(request.patterns, normed)
         with ProgressBar.shown(progress and current().first) as bar:
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
@@ -134,13 +138,8 @@ def prune(
                 return run(Workspace.of(store, request, selection, collected, every_callback, frozen))
 
 
-def _selected(
-    store: Store,
-    recipe: Recipe,
-    pattern: Pattern,
-    include: str | Sequence[str] | None,
-    ignore: str | Sequence[str] | None,
-    asked: tuple[float, int, str | Path | None],
+def _before_observation(
+    store: Store, select: Callable[[], tuple[Selection, Request]]
 ) -> tuple[Selection, Request] | None:
     """The selection among layers that classes show; None if names or rules may be of layers that an observation shows.
 
@@ -150,7 +149,7 @@ def _selected(
     if isinstance(store.model, nn.Module):
         found_by_use(store.model, ())  # of an earlier run
     try:
-        return requested(recipe, pattern, store.select(include, ignore, recipe.depthwise), *asked)
+        return select()
     except LayerSelectionError:
         if not (store.whole and may_be_found(store.model)):
             raise
@@ -172,8 +171,8 @@ def requested(
     require_solvable(recipe, patterns)
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
     if isinstance(pattern, Budget):
-        require_budget(pattern, [layer.shape for layer, own in patterns.items() if own is pattern])
-    require_room(allocation, pattern, [layer for layer, own in patterns.items() if own is pattern])
+        require_budget(pattern, [layer.shape for layer, of_layer in patterns.items() if of_layer is pattern])
+    require_room(allocation, pattern, [layer for layer, of_layer in patterns.items() if of_layer is pattern])
     return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
 
 
@@ -203,5 +202,5 @@ def require_seed(seed: object) -> None:
 
 
 def _require_callbacks(callbacks: object) -> None:
-    if not isinstance(callbacks, Sequence) or not all(isinstance(one, Callback) for one in callbacks):
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise ProblemError(f"callbacks must be a list of iobs.Callback objects, got {callbacks!r}.")

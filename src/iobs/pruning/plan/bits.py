@@ -146,16 +146,16 @@ def divided(
     """
     total = math.floor(budget.bits_per_weight * sum(rows * columns for rows, columns in shapes.values()) + 1e-6)
     choices = {layer: _choices(shape) for layer, shape in shapes.items()}
-    costs = [[budget.cost(bits, keep, shapes[layer]) for bits, keep in own] for layer, own in choices.items()]
-    worth = [[effects[layer][bits].at(keep) for bits, keep in own] for layer, own in choices.items()]
+    costs = [[budget.cost(bits, keep, shapes[layer]) for bits, keep in options] for layer, options in choices.items()]
+    worth = [[effects[layer][bits].at(keep) for bits, keep in options] for layer, options in choices.items()]
     numbers = best_choices(costs, worth, total)
-    found = {layer: own[number] for (layer, own), number in zip(choices.items(), numbers, strict=True)}
-    left = total - sum(own[number] for own, number in zip(costs, numbers, strict=True))
-    return _filled(found, shapes, effects, left)
+    plan = {layer: options[number] for (layer, options), number in zip(choices.items(), numbers, strict=True)}
+    left = total - sum(options[number] for options, number in zip(costs, numbers, strict=True))
+    return _filled(plan, shapes, effects, left)
 
 
 def _filled(
-    found: dict[Layer, Choice],
+    plan: dict[Layer, Choice],
     shapes: dict[Layer, tuple[int, int]],
     effects: dict[Layer, dict[int, Curve]],
     left: int,
@@ -163,19 +163,19 @@ def _filled(
     """The choices with `left` more bits in kept entries, in the order of the effect that a bit removes."""
 
     def gain(layer: Layer) -> float:
-        bits, keep = found[layer]
+        bits, keep = plan[layer]
         more = min(keep + max(1, left // bits), math.prod(shapes[layer]) - 1)
         curve = effects[layer][bits]
         return (curve.at(keep) - curve.at(more)) / max(1, (more - keep) * bits)
 
-    for layer in sorted(found, key=gain, reverse=True):
-        bits, keep = found[layer]
+    for layer in sorted(plan, key=gain, reverse=True):
+        bits, keep = plan[layer]
         most = math.prod(shapes[layer])
         if keep < most:
             more = max(0, min(left // bits, most - 1 - keep))
-            found[layer] = bits, keep + more
+            plan[layer] = bits, keep + more
             left -= more * bits
-    return found
+    return plan
 
 
 def _choices(shape: tuple[int, int]) -> list[Choice]:

@@ -117,7 +117,7 @@ def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float
     sparsities = {layer.name: usual for layer in layers}
     for pattern, ends in allocation.bounds.items():
         sparsities |= dict.fromkeys(matching(layers, pattern, "allocation bounds"), ends)
-    found = {}
+    ranges = {}
     for layer in layers:
         least, most = sparsities[layer.name]
         if least > most:
@@ -126,8 +126,8 @@ def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float
         fewest = layer.weights * (1 - most)
         fewest = int(fewest + 1e-9) if (least, most) == usual and allocation.most is None else math.ceil(fewest - 1e-9)
         # Equal bounds may enclose no whole number; then the count just above them is meant.
-        found[layer] = fewest, max(math.floor(layer.weights * (1 - least) + 1e-9), fewest)
-    return found
+        ranges[layer] = fewest, max(math.floor(layer.weights * (1 - least) + 1e-9), fewest)
+    return ranges
 
 
 def measured_densities(sparsity: float) -> list[float]:

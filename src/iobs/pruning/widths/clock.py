@@ -64,12 +64,12 @@ class _Traced(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Call the module; returns the tensors of its output."""
         leaves = list(self.leaves)
-        for place, one in zip(self.places, inputs, strict=True):
-            leaves[place] = one
+        for place, value in zip(self.places, inputs, strict=True):
+            leaves[place] = value
         arguments, named = tree_unflatten(leaves, self.structure)
         output = self.module(*arguments, **named)
         values = output.to_tuple() if hasattr(output, "to_tuple") else output
-        return tuple(one for one in tree_flatten(values)[0] if isinstance(one, Tensor))
+        return tuple(value for value in tree_flatten(values)[0] if isinstance(value, Tensor))
 
 
 def require_runtime(runtime: Runtime) -> None:
@@ -188,7 +188,7 @@ def _shared_heads_repeated() -> Iterator[None]:
     ) -> Tensor:
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
-            key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+            key, value = (tensor.repeat_interleave(times, -3) for tensor in (key, value))
         return plain(query, key, value, *args, **named)
 
     nn.functional.scaled_dot_product_attention = attention
@@ -213,7 +213,7 @@ def interleaved(calls: Sequence[TimedCall]) -> list[float]:
         once = max(now() - began, 1e-7)
         repeats.append(max(1, round(_SLICE / once)))
         rounds.append(min(_ROUNDS[1], max(_ROUNDS[0], round(_SECONDS / (once * repeats[-1])))))
-    found: list[list[float]] = [[] for _ in calls]
+    seconds: list[list[float]] = [[] for _ in calls]
     for number in range(max(rounds)):
         for index, call in enumerate(calls):
             if number >= rounds[index]:
@@ -221,5 +221,5 @@ def interleaved(calls: Sequence[TimedCall]) -> list[float]:
             began = now()
             for _ in range(repeats[index]):
                 call()
-            found[index].append((now() - began) / repeats[index])
-    return [median(one) for one in found]
+            seconds[index].append((now() - began) / repeats[index])
+    return [median(of_call) for of_call in seconds]

@@ -112,11 +112,13 @@ class Products:
     @property
     def held(self) -> Products:
         """The matrices whose rows or columns belong to units."""
-        return replace(self, products=tuple(one for one in self.products if one.held))
+        return replace(self, products=tuple(product for product in self.products if product.held))
 
     def of(self, widths: WidthBySite) -> float:
         """Multiplications or entries that are left."""
-        return sum((one.positions if self.by_position else 1) * one.entries(widths) for one in self.products)
+        return sum(
+            (product.positions if self.by_position else 1) * product.entries(widths) for product in self.products
+        )
 
     @classmethod
     def count(cls, model: nn.Module, batch: Batch, sites: Sequence[Site]) -> Products:
@@ -127,31 +129,35 @@ class Products:
         shares = _shares(sites)
         positions = positions_of(model, batch)
         samples = max(1, batches.size(batch))
-        found = []
+        products = []
         for path, used in positions.items():
             module = model.get_submodule(path)
             weight = module.weight
             assert isinstance(weight, Tensor)
             axis = 0 if isinstance(module, (nn.Linear, *CONVOLUTIONS)) else 1  # of the rows; Conv1D of GPT-2 has 1
             within = getattr(module, "groups", 1) > 1 and not isinstance(module, TRANSPOSED)  # has inputs of its own
-            found.append(_product(path, joined(path, "weight"), weight, axis, used / samples, shares, within))
+            products.append(_product(path, joined(path, "weight"), weight, axis, used / samples, shares, within))
         for layer, used in _uncalled(model, batch, positions).items():
             weight, axis = layer.stored(model), _row_axis(layer)
             whole = weight.numel() == layer.weights and weight.ndim > 1 and weight.shape[axis] == layer.shape[0]
             if whole:
                 key = joined(layer.path, layer.parameter)
-                found.append(_product(layer.name, key, weight, axis, used / samples, shares, False))
+                products.append(_product(layer.name, key, weight, axis, used / samples, shares, False))
             else:
-                found.append(Product(layer.name, used / samples, *map(Side, layer.shape)))
-        return cls(tuple(found))
+                products.append(Product(layer.name, used / samples, *map(Side, layer.shape)))
+        return cls(tuple(products))
 
 
 def note_differing_shapes(data: Sequence[Batch], note: Callable[[str], None]) -> None:
     """Note that costs are those of samples of the first batch, if other batches have samples of other shapes."""
 
     def shapes(batch: Batch) -> tuple[object, ...]:
-        given = batches.inputs(batch)
-        return tuple(one.shape for one in batches.tensors(given)) if batches.is_whole(batch) else batches.layout(given)
+        inputs = batches.inputs(batch)
+        return (
+            tuple(tensor.shape for tensor in batches.tensors(inputs))
+            if batches.is_whole(batch)
+            else batches.layout(inputs)
+        )
 
     if any(shapes(batch) != shapes(data[0]) for batch in data):
         note(
@@ -185,11 +191,11 @@ def _row_axis(layer: Layer) -> int:
 
 def _shares(sites: Sequence[Site]) -> dict[tuple[str, int], list[Share]]:
     """The shares of sites in parameters, by full name and axis."""
-    found: dict[tuple[str, int], list[Share]] = {}
+    shares: dict[tuple[str, int], list[Share]] = {}
     for site in sites:
-        for one in site.slices:
-            found.setdefault((one.key, one.axis), []).append(Share(site.name, len(one.index[0]), site.count))
-    return found
+        for part in site.slices:
+            shares.setdefault((part.key, part.axis), []).append(Share(site.name, len(part.index[0]), site.count))
+    return shares
 
 
 def _times(shares: Sequence[Share], kernel: int) -> tuple[Share, ...]:
@@ -205,10 +211,10 @@ def positions_of(model: nn.Module, batch: Batch) -> dict[str, int]:
     counts: dict[str, int] = {}
 
     def count(
-        path: str, module: nn.Module, given: tuple[object, ...], named: dict[str, object], output: object
+        path: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object], output: object
     ) -> None:
         # The kernel of a transposed convolution meets every input once.
-        value = (*given, *named.values())[0] if isinstance(module, TRANSPOSED) else output
+        value = (*arguments, *named.values())[0] if isinstance(module, TRANSPOSED) else output
         if isinstance(value, Tensor) and value.numel():
             width = value.shape[-1]
             if isinstance(module, CONVOLUTIONS):
@@ -265,8 +271,8 @@ class _Kernels(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name.startswith("conv") and isinstance(result, Tensor):
-            given, weight = factors(args, kwargs or {})
-            layer, value = self.layers.get(id(weight)), given if "transpose" in name else result
+            source, weight = factors(args, kwargs or {})
+            layer, value = self.layers.get(id(weight)), source if "transpose" in name else result
             if layer is not None and isinstance(weight, Tensor) and isinstance(value, Tensor):
                 self.counts[layer] = self.counts.get(layer, 0) + value.numel() // weight.shape[0]
         return result

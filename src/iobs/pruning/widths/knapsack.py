@@ -50,9 +50,9 @@ def best_choices(costs: Sequence[Sequence[int]], effects: Sequence[Sequence[floa
     room = total // unit
     best = np.zeros(room + 1)
     chosen = []
-    for own, worth in zip(costs, effects, strict=True):
+    for of_layer, worth in zip(costs, effects, strict=True):
         table, index = np.full(room + 1, np.inf), np.zeros(room + 1, dtype=np.int64)
-        for number, (cost, effect) in enumerate(zip(own, worth, strict=True)):
+        for number, (cost, effect) in enumerate(zip(of_layer, worth, strict=True)):
             cells = -(-cost // unit)
             if cells > room:
                 continue
@@ -63,13 +63,13 @@ def best_choices(costs: Sequence[Sequence[int]], effects: Sequence[Sequence[floa
         best = table
         chosen.append(index)
     if not np.isfinite(best[room]):
-        return [int(np.argmin(own)) for own in costs]
-    found, left = [], room
-    for own, index in zip(reversed(costs), reversed(chosen), strict=True):
+        return [int(np.argmin(of_layer)) for of_layer in costs]
+    picks, left = [], room
+    for of_layer, index in zip(reversed(costs), reversed(chosen), strict=True):
         number = int(index[left])
-        found.append(number)
-        left -= -(-own[number] // unit)
-    return found[::-1]
+        picks.append(number)
+        left -= -(-of_layer[number] // unit)
+    return picks[::-1]
 
 
 def least_effect(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
@@ -83,19 +83,19 @@ def least_effect(choices: Sequence[WidthChoice], cost: CostModel, limit: float) 
     """
     smallest = require_reachable(choices, cost, limit)
     dense = cost.of({})
-    wanted = dense - limit
-    if wanted <= 0:
+    needed = dense - limit
+    if needed <= 0:
         return {name: choice.widths[-1] for choice in choices for name in choice.sites}
-    asked, best = wanted, smallest
+    saving, best = needed, smallest
     for _ in range(_CORRECTIONS):
-        found = _knapsack(choices, cost, best if best is not smallest else {}, asked)
-        saved = dense - cost.of(found)
-        if saved >= wanted * (1 - 1e-9):
-            if best is smallest or _effect(choices, found) <= _effect(choices, best):
-                best = found
-            if saved <= wanted * 1.002:
+        widths = _knapsack(choices, cost, best if best is not smallest else {}, saving)
+        saved = dense - cost.of(widths)
+        if saved >= needed * (1 - 1e-9):
+            if best is smallest or _effect(choices, widths) <= _effect(choices, best):
+                best = widths
+            if saved <= needed * 1.002:
                 break
-        asked *= wanted / saved if saved > 0 else 1.2
+        saving *= needed / saved if saved > 0 else 1.2
     return filled(choices, cost, limit, best)
 
 

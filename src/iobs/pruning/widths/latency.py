@@ -72,12 +72,12 @@ class Latency:
         times = self.times.get(site.name)
         if times is None:
             return (site.count,)
-        found = [site.count]
-        for width in sorted((one for one in widths if one < site.count), reverse=True):
+        useful = [site.count]
+        for width in sorted((width for width in widths if width < site.count), reverse=True):
             known = width in times.widths or site.kind != "channels"
-            if known and times.saved(width) > times.saved(found[-1]) + 1e-3 * times.seconds[-1]:
-                found.append(width)
-        return tuple(reversed(found))
+            if known and times.saved(width) > times.saved(useful[-1]) + 1e-3 * times.seconds[-1]:
+                useful.append(width)
+        return tuple(reversed(useful))
 
 
 def measure(
@@ -100,21 +100,21 @@ def measure(
         ModelError: a block cannot be exported to ONNX.
     """
     with inferring(model), keeping_buffers(model):
-        given = whole(model, batch)
-        examples = _examples(model, given, {site.owner for site in offered})
-        known: dict[object, Times] = {}
+        network = whole(model, batch)
+        examples = _examples(model, network, {site.owner for site in offered})
+        by_signature: dict[object, Times] = {}
         times: dict[str, Times] = {}
         for site, widths in offered.items():
             example = examples.get(site.owner)
             if example is None:
                 continue  # the first sample does not call it as a module
             key = _signature(site, example)
-            if key not in known:
+            if key not in by_signature:
                 some = grid(site, widths)
                 calls = [called_in(runtime, _narrower(example, site, width)) for width in some]
-                known[key] = Times(some, tuple(_timed(calls, clock)))
-            times[site.name] = known[key]
-        return Latency(_timed([called_in(runtime, given)], clock)[0], times)
+                by_signature[key] = Times(some, tuple(_timed(calls, clock)))
+            times[site.name] = by_signature[key]
+        return Latency(_timed([called_in(runtime, network)], clock)[0], times)
 
 
 def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def shares_of(
 ) -> tuple[float, float]:
     """Seconds of two networks for the first sample of a batch, measured in turns."""
     with inferring(wide), inferring(narrow), keeping_buffers(wide), keeping_buffers(narrow):
-        first, second = _timed([called_in(runtime, whole(one, batch)) for one in (wide, narrow)], clock)
+        first, second = _timed([called_in(runtime, whole(network, batch)) for network in (wide, narrow)], clock)
     return first, second
 
 
@@ -144,30 +144,30 @@ def _timed(calls: Sequence[TimedCall], clock: Clock) -> list[float]:
 
 def narrowed(model: nn.Module, sites: Sequence[Site], widths: WidthBySite) -> nn.Module:
     """A copy of a model with some widths, for timing: the first units of every site are kept."""
-    found = copy.deepcopy(model)
-    remove(found, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
-    return found
+    narrow = copy.deepcopy(model)
+    remove(narrow, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
+    return narrow
 
 
 def whole(model: nn.Module, batch: Batch) -> Example:
     """A model with the first sample of a batch."""
     device = next((value.device for value in model.parameters()), torch.device("cpu"))
-    given = batches.to_device(batches.inputs(batches.first_sample(batch)), device)
-    if isinstance(given, Mapping):
-        return Example(model, (), dict(given))
-    return Example(model, (given,), {})
+    inputs = batches.to_device(batches.inputs(batches.first_sample(batch)), device)
+    if isinstance(inputs, Mapping):
+        return Example(model, (), dict(inputs))
+    return Example(model, (inputs,), {})
 
 
-def _examples(model: nn.Module, given: Example, paths: set[str]) -> dict[str, Example]:
+def _examples(model: nn.Module, network: Example, paths: set[str]) -> dict[str, Example]:
     """The modules at some paths with the arguments of their first call."""
-    found: dict[str, Example] = {"": given} if "" in paths else {}
+    examples: dict[str, Example] = {"": network} if "" in paths else {}
 
     def keep(path: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-        found.setdefault(path, Example(module, arguments, dict(named)))
+        examples.setdefault(path, Example(module, arguments, dict(named)))
 
     with torch.no_grad(), before_calls(model, filter(None, paths), keep):
-        model(*given.arguments, **given.named)
-    return found
+        model(*network.arguments, **network.named)
+    return examples
 
 
 def _signature(site: Site, example: Example) -> object:

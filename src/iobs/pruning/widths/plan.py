@@ -54,7 +54,7 @@ def choices_of(
     families: dict[object, list[Site]] = {}
     for site in sites:
         families.setdefault(number.get(site.name, site.name), []).append(site)
-    found = []
+    choices = []
     for family in families.values():
         limited = [set(offered[site.name]) for site in family if site.name in offered] if offered else []
         widths = possible_widths(pattern, *family, offered=set.intersection(*limited) if limited else None)
@@ -64,8 +64,8 @@ def choices_of(
                 return sum((1 - width / site.count) ** 2 for site in family)
             return sum(curves[site.name].damage(width) for site in family if site.name in curves)
 
-        found.append(WidthChoice(tuple(site.name for site in family), widths, tuple(map(effect, widths))))
-    return found
+        choices.append(WidthChoice(tuple(site.name for site in family), widths, tuple(map(effect, widths))))
+    return choices
 
 
 def equal_shares(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
@@ -80,11 +80,11 @@ def equal_shares(choices: Sequence[WidthChoice], cost: CostModel, limit: float) 
     require_reachable(choices, cost, limit)
 
     def at(share: float) -> dict[str, int]:
-        found: dict[str, int] = {}
+        widths: dict[str, int] = {}
         for choice in choices:
-            wanted = share * choice.widths[-1]
-            found |= choice.at(min(choice.widths, key=lambda width: (abs(width - wanted), width)))
-        return found
+            target = share * choice.widths[-1]
+            widths |= choice.at(min(choice.widths, key=lambda width: (abs(width - target), width)))
+        return widths
 
     low, high = 0.0, 1.0
     if cost.of(at(high)) <= limit:
@@ -92,8 +92,8 @@ def equal_shares(choices: Sequence[WidthChoice], cost: CostModel, limit: float) 
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if cost.of(at(middle)) <= limit * (1 + 1e-9) else (low, middle)
-    found = at(low)
-    return found if cost.of(found) >= limit * (1 - _UNUSED) else filled(_near(choices, found), cost, limit, found)
+    widths = at(low)
+    return widths if cost.of(widths) >= limit * (1 - _UNUSED) else filled(_near(choices, widths), cost, limit, widths)
 
 
 def _near(choices: Sequence[WidthChoice], widths: Mapping[str, int]) -> list[WidthChoice]:

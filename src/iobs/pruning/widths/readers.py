@@ -161,8 +161,8 @@ def joint_quadratic(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
 
 def _diagonal(blocks: Sequence[Tensor]) -> Tensor:
     """A matrix with these blocks on its diagonal, zero elsewhere."""
-    found: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-    return found
+    matrix: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return matrix
 
 
 def _of_units(part: Part) -> tuple[Tensor, Tensor]:
@@ -173,9 +173,9 @@ def _of_units(part: Part) -> tuple[Tensor, Tensor]:
     fixed[units] = False
     others = fixed.nonzero().flatten()
     matrix, linear = problem.matrix, problem.linear.double()
-    hessian, wanted = matrix[units][:, units], linear[:, units]
+    hessian, linear_of_units = matrix[units][:, units], linear[:, units]
     if not len(others):
-        return hessian, wanted
+        return hessian, linear_of_units
     crossed = matrix[others][:, units]
     solved = torch.cholesky_solve(crossed, cholesky(matrix[others][:, others]))
-    return hessian - crossed.T @ solved, wanted - linear[:, others] @ solved
+    return hessian - crossed.T @ solved, linear_of_units - linear[:, others] @ solved

@@ -25,8 +25,8 @@ _TEMPERATURES = (1.0, 2.0, 4.0, 8.0)
 
 def damage(model: nn.Module, answered: Samples, loss: LossFunction) -> float:
     """The mean of a softened divergence from the dense outputs, or the upper limit if it is NaN or larger."""
-    found = mean_loss(model, answered, loss)
-    return DAMAGE_LIMIT if math.isnan(found) else min(found, DAMAGE_LIMIT)
+    value = mean_loss(model, answered, loss)
+    return DAMAGE_LIMIT if math.isnan(value) else min(value, DAMAGE_LIMIT)
 
 
 def softened(temperature: float) -> LossFunction:
@@ -35,8 +35,8 @@ def softened(temperature: float) -> LossFunction:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(batch, (tuple, list))
         inputs, answers, *labels = batch
-        found = logits(batches.forward(model, batch))
-        return divergence(model, (inputs, *labels), answers / temperature, found / temperature)
+        outputs = logits(batches.forward(model, batch))
+        return divergence(model, (inputs, *labels), answers / temperature, outputs / temperature)
 
     return loss
 
