@@ -31,6 +31,7 @@ FIT = BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr
 FAST, BEST = (iobs.Recipe.preset(name) for name in ("fast", "best"))
 # In memory "auto" divides the zeros by outputs of the network, and `best` samples text; block by block it does not.
 SAME = {"allocation": "fisher"}
+UNIFORM = {"allocation": "uniform"}
 QUICK = {"solver": "sparsegpt"}
 CHOICES = {
     "one-shot": ("llama", "one-shot", QUICK),
@@ -43,7 +44,8 @@ CHOICES = {
     "transposed": ("gpt2", "one-shot", QUICK | {"bias": "refit"}),
     "tuples": ("bloom", "one-shot", QUICK),
     "experts": ("mixtral", "one-shot", QUICK),
-    "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | SAME),
+    # The trials that correct the damages of networks for pictures need the whole network.
+    "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | UNIFORM),
     "pictures": ("vit", "one-shot", QUICK),
 }
 

@@ -178,7 +178,7 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
     if task.importance is None or not competing or task.recipe.reads_weights_only:
         return None
-    return task.importance[part].sqrt()[:, None].to(problem.dtype)
+    return task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
 
 
 def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:
