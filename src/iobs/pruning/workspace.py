@@ -277,13 +277,15 @@ class Workspace:
         """True if the model gives an output for every position of text."""
         return has_outputs_by_position(self.fit.batches[0])
 
+    def importance_of(self, layer: Layer) -> Tensor | None:
+        """Relative weights of the errors of a layer's rows, (rows,); None if all rows count equally."""
+        weighs = self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or self.by_position)
+        return self.fisher.relative(layer) if weighs else None
+
     @property
     def importance(self) -> dict[Layer, Tensor]:
         """Relative weights of the rows' errors, (rows,), by layer; empty if all rows count equally."""
-        auto = self.recipe.curvature == "auto" and self.by_position
-        if not (auto or self.recipe.curvature == "fisher") or self.recipe.reads_weights_only:
-            return {}
-        weights = {layer: self.fisher.relative(layer) for layer in self.selection.layers}
+        weights = {layer: self.importance_of(layer) for layer in self.selection.layers}
         return {layer: rows for layer, rows in weights.items() if rows is not None}
 
     @property

@@ -129,7 +129,7 @@ def row_fisher(
         _BlockwisePass(model, layers, chain, data, generator, squares, residency or Residency()).run()
     else:
         for batch in data:
-            squares.add(layers, partial(_likelihood_of, model, batch, generator))
+            squares.add(layers, partial(_likelihood_of_model, model, batch, generator))
     return squares.result(sum(attended_count(model, batch) for batch in data), ranks)
 
 
@@ -242,9 +242,9 @@ class _BlockwisePass:
         outside = [layer for layer in self.layers if stream.block_of(layer) is None]
         inputs = self._inputs(stream)
         pulls = []
-        for index, batch in enumerate(self.data):
+        for index in range(len(self.data)):
             hidden = self.residency.fetch(inputs[-1][index]).requires_grad_()
-            compute = partial(_likelihood_of, self.model, batch, self.generator, stream, index, hidden)
+            compute = partial(self._likelihood_behind, stream, index, hidden)
             pulls.append(self._keep(len(self.chain), index, *self.squares.add(outside, compute, hidden)))
         for stage in reversed(range(len(self.chain))):
             inside = stream.layers_of(stage, self.layers)
@@ -273,6 +273,11 @@ class _BlockwisePass:
             inputs.append([*stream.hidden])
         return inputs
 
+    def _likelihood_behind(self, stream: Stream, index: int, hidden: Tensor) -> Tensor:
+        """The likelihood from the output of the last block, which the modules behind it may change in place."""
+        output = stream.output(index, hidden.clone())
+        return _likelihood(self.model, self.data[index], self.generator, output)
+
     def _keep(self, stage: int, index: int, hidden: Tensor) -> Tensor:
         """Store what a batch has at the entry of a stage: its hidden state, and later the gradient of this state."""
         dtype = self.residency.arithmetic
@@ -285,14 +290,11 @@ def _through(stream: Stream, stage: int, index: int, hidden: Tensor) -> Tensor:
     return stream.through([stage], index, hidden.clone())
 
 
-def _likelihood_of(
-    model: nn.Module,
-    batch: Batch,
-    generator: torch.Generator,
-    stream: Stream | None = None,
-    index: int = 0,
-    hidden: Tensor | None = None,
-) -> Tensor:
+def _likelihood_of_model(model: nn.Module, batch: Batch, generator: torch.Generator) -> Tensor:
+    return _likelihood(model, batch, generator, batches.forward(model, batch))
+
+
+def _likelihood(model: nn.Module, batch: Batch, generator: torch.Generator, output: object) -> Tensor:
     """Sum of the log-likelihoods of drawn labels on a batch, a scalar.
 
     Labels are drawn from the model's distribution; for outputs that are numbers, from normal errors of unit variance.
@@ -301,16 +303,11 @@ def _likelihood_of(
         model: the model.
         batch: of data.
         generator: draws the labels.
-        stream: runs what comes after the last block; None: the whole model is run.
-        index: of the batch in the stream.
-        hidden: output of the last block.
+        output: of the model on this batch.
 
     Raises:
         ProblemError: the outputs of the model have no gradient.
     """
-    # A copy of the hidden state, which the model may change in place.
-    whole = stream is None or hidden is None
-    output = batches.forward(model, batch) if whole else stream.output(index, hidden.clone())  # type: ignore[union-attr]
     scores = logits(output).float()
     axis = class_axis(scores, batch)
     if axis is None:

@@ -175,8 +175,7 @@ class GramSizes:
 
 def prices_rows(recipe: Recipe) -> bool:
     """True if a run may need the Fisher information of rows."""
-    weighted = recipe.curvature != "layer" and not recipe.reads_weights_only
-    return weighted or as_allocation(recipe.allocation).criterion != "uniform"
+    return recipe.may_weigh_rows or as_allocation(recipe.allocation).criterion != "uniform"
 
 
 def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> dict[str, int]:

@@ -342,14 +342,13 @@ def _layers(
 def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
     solves = 0.0
-    weighted = recipe.curvature != "layer" and not recipe.reads_weights_only
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
-    if allocation.criterion == "uniform" and not weighted:
+    if allocation.criterion == "uniform" and not recipe.may_weigh_rows:
         return []
     probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
     pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}
     if allocation.criterion != "uniform":
-        fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+        fast = recipe.with_quick_solver(ADMM("fast"))
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from iobs.core.grids import BITS, Budget, on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.structured import Structured
+from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.layerwise.grids import solver_without_grid
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.bits import divide_bits
@@ -24,8 +25,8 @@ from iobs.pruning.plan.counts import (
     under_pattern,
     within_support,
 )
-from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, fit_and_evaluation
-from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, judges_of, output_count, search
+from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of
+from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, output_count, search
 from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation, as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
@@ -65,7 +66,7 @@ def _zeros(
 ) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer under one count for all, and the measurements behind it."""
     recipe = workspace.recipe
-    fast = recipe.but(solver=ADMM("fast")) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+    fast = recipe.with_quick_solver(ADMM("fast"))
     fast = fast.but(solver=solver_without_grid(fast.solver))  # curves are those of free values
     sparsity = global_sparsity(pattern)
     assert sparsity is not None, "under_pattern accepts no other pattern"
@@ -78,7 +79,6 @@ def _zeros(
         sweep = CurveSweep(
             workspace,
             layers,
-            workspace.fisher,
             fast,
             densities,
             lambda bits, keep, layer: Unstructured(keep=keep),
@@ -115,8 +115,7 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
 
     A search judges one-shot masks: before steps of the whole network its allocations lose (LOG.md).
     """
-    _, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
-    judges = judges_of(evaluation, workspace.fit)
+    judges = judges_of(workspace).first(PROBE, PROBE_TOKENS)
     if allocation.criterion != "auto":
         return allocation.criterion, judges
     blocks = workspace.decided.blocks

@@ -29,13 +29,13 @@ from iobs.pruning.plan.curves import (
     CurveSweep,
     allocation_record_of,
     fit_and_evaluation,
+    judges_of,
 )
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AllocationRecord
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.widths.knapsack import best_choices
 from iobs.pruning.workspace import Workspace
-from iobs.solvers.admm import ADMM
 from iobs.solvers.gridded.search import QuickGrid
 
 # Measured sparsities by bits. Low sparsities cost more than they save: the mask has one bit for each entry.
@@ -60,16 +60,15 @@ def divide_bits(
         PatternError: the budget is not enough for the layers that receive input.
     """
     recipe = workspace.recipe
-    quick = recipe.but(solver=QuickGrid()) if recipe.solver == "admm" or isinstance(recipe.solver, ADMM) else recipe
+    quick = recipe.with_quick_solver(QuickGrid())
     fit, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
-    probed = evaluation if evaluation.batches else workspace.fit
-    probe = answered(workspace.store.model, probed.first(_PROBE, _PROBE_TOKENS))
+    probe = answered(workspace.store.model, judges_of(workspace).first(_PROBE, _PROBE_TOKENS))
     densities = {bits: [1 - level for level in levels] for bits, levels in LEVELS.items()}
 
     def pattern(bits: int, keep: int, layer: Layer) -> Pattern:
         return budget.choice(bits, keep, layer.shape)
 
-    measured = CurveSweep(workspace, layers, workspace.fisher, quick, densities, pattern).curves()
+    measured = CurveSweep(workspace, layers, quick, densities, pattern).curves()
     shapes = {layer: layer.shape for layer in measured}
     if measured:  # layers without input share no bits, and the others may need more without them
         require_budget(budget, [*shapes.values()])

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
-from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
+from iobs.pruning.calibration.row_fisher import PROBE
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
@@ -80,6 +81,12 @@ def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tup
     return fit, Samples(rest.batches + heldout.batches, rest.numbers + heldout.numbers)
 
 
+def judges_of(workspace: Workspace) -> Samples:
+    """Samples that judge trials: those that no layer is solved for, if there are any."""
+    _, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
+    return evaluation if evaluation.batches else workspace.fit
+
+
 def trial_answers(workspace: Workspace, samples: int) -> Samples:
     """At most `samples` samples that no layer is solved for, with the outputs of the dense model.
 
@@ -87,9 +94,7 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
     """
     if samples < _LEAST_TRIAL or not workspace.store.whole or workspace.by_position:
         return Samples()
-    _, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
-    judges = evaluation if evaluation.batches else workspace.fit
-    return answered(workspace.store.model, judges.first(min(samples, PROBE)))
+    return answered(workspace.store.model, judges_of(workspace).first(min(samples, PROBE)))
 
 
 def row_step(rows: int, groups: int) -> int:
@@ -111,7 +116,6 @@ class CurveSweep:
     Args:
         workspace: state of the run; the model is dense.
         layers: the layers to measure.
-        fisher: prices of the rows.
         recipe: how a layer is solved.
         densities: measured shares of entries, by bits, or FREE.
         pattern: (bits, kept entries, layer) -> the pattern of the layer.
@@ -121,7 +125,6 @@ class CurveSweep:
 
     workspace: Workspace
     layers: tuple[Layer, ...]
-    fisher: RowFisher
     recipe: Recipe
     densities: Mapping[int, Sequence[float]]
     pattern: Callable[[int, int, Layer], Pattern]
@@ -184,12 +187,13 @@ class CurveSweep:
         statistics = inputs()
         dense = layer.read(self.workspace.store.model)
         gram = statistics.heldout or statistics.calibration
-        prices = self.fisher.price(layer, gram)
+        prices = self.workspace.fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
         step = row_step(layer.shape[0], layer.groups) if full == layer.weights else 1
         rows = dense[::step]
         energy = _damage(gram, dense, prices)
-        scale = (energy if prices is not None else 1.0) / max(_damage(gram, rows, _every(prices, step)), 1e-30)
+        sampled = energy if step == 1 else _damage(gram, rows, _every(prices, step))
+        scale = (energy if prices is not None else 1.0) / max(sampled, 1e-30)
         wanted = [
             (bits, max(1, round(density * layer.weights)))
             for bits, densities in self.densities.items()
@@ -227,12 +231,8 @@ class CurveSweep:
     def _divergence(self, layer: Layer, weight: Tensor) -> float:
         """KL divergence in nats from the dense model to the model with another weight of one layer."""
         model = self.workspace.store.model
-        kept = layer.read(model)
-        try:
-            layer.write(model, weight)
+        with weights_written(model, {layer: weight}):
             return mean_loss(model, self._answers, kl_to_answers)
-        finally:
-            layer.write(model, kept)
 
     def _solved(self, layer: Layer, statistics: Statistics, rows: Tensor, choice: Choice, step: int) -> Tensor:
         """Every step-th row of the layer's weight, pruned to the density of a choice."""
@@ -241,7 +241,7 @@ class CurveSweep:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
         recipe = self.recipe.for_layer(layer.name)
-        importance = self.workspace.importance.get(layer)
+        importance = self.workspace.importance_of(layer)
         importance = None if importance is None else importance[::step]
         zeros = rows if recipe.keep_zeros else None
         task = Task(layer, self.pattern(bits, keep, layer), rows, None, recipe, zeros, importance=importance)
@@ -258,6 +258,20 @@ def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:
         return gram.energy(change)
     scale = prices.sqrt().to(change.device, torch.promote_types(change.dtype, torch.float32))
     return gram.energy(change * scale[:, None])
+
+
+@contextmanager
+def weights_written(model: nn.Module, weights: Mapping[Layer, Tensor]) -> Iterator[None]:
+    """Context in which some layers have other weights (rows, columns); those of the model are restored on exit."""
+    kept = {layer: layer.read(model) for layer in weights}
+    with torch.no_grad():
+        try:
+            for layer, weight in weights.items():
+                layer.write(model, weight)
+            yield
+        finally:
+            for layer, weight in kept.items():
+                layer.write(model, weight)
 
 
 def allocation_record_of(layer: Layer, curve: Curve, keep: int) -> AllocationRecord:

@@ -6,15 +6,14 @@ to be run many times (EvoPress has the moves, for the levels of layers of equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
-from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.curves import weights_written
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
@@ -29,11 +28,6 @@ Counts = dict[Layer, int]
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """True if the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _ENTRIES
-
-
-def judges_of(evaluation: Samples, calibration: Samples) -> Samples:
-    """Samples that judge a search: those that no layer is solved for, if there are any."""
-    return (evaluation if evaluation.batches else calibration).first(PROBE, PROBE_TOKENS)
 
 
 def output_count(judges: Samples) -> int:
@@ -67,7 +61,7 @@ def search(
     answers = answered(model, judges)
 
     def divergence(weights: Mapping[Layer, Tensor]) -> float:
-        with _written(model, weights):
+        with weights_written(model, weights):
             return mean_loss(model, answers, kl_to_answers)
 
     weights = {layer: weight_at(layer, keep) for layer, keep in counts.items()}
@@ -86,17 +80,3 @@ def search(
         if loss < best:
             best, counts, weights = loss, {**counts, **trial}, {**weights, **changed}
     return counts
-
-
-@contextmanager
-def _written(model: nn.Module, weights: Mapping[Layer, Tensor]) -> Iterator[None]:
-    """Write other weights into some layers; the weights of the model are restored on exit."""
-    kept = {layer: layer.read(model) for layer in weights}
-    with torch.no_grad():
-        try:
-            for layer, weight in weights.items():
-                layer.write(model, weight)
-            yield
-        finally:
-            for layer, weight in kept.items():
-                layer.write(model, weight)

@@ -48,9 +48,8 @@ def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Lay
     found = workspace.remembered("allocation", planned)
     widths, chosen = found["widths"], found["chosen"]
     if workspace.request.require_counts is not None:
-        _require_counts(
-            workspace.request.require_counts, widths
-        )  # a width alone was tried before, all of them were not
+        # Each width alone was tried before, all of them together were not.
+        _require_counts(workspace.request.require_counts, widths)
     workspace.decided = replace(
         workspace.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}}
     )

@@ -26,6 +26,7 @@ from iobs.pruning.recipe.parts import (
 )
 from iobs.pruning.report import JsonObject
 from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known_refinement, require_known_solver
+from iobs.solvers.admm import ADMM
 from iobs.solvers.families import UNIT_SOLVERS
 from iobs.solvers.magnitude import Magnitude
 
@@ -152,6 +153,16 @@ class Recipe:
         solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
         plain = self.refine is None and self.target == "layer" and self.blocks is None and not self.keep_zeros
         return plain and not self.refits_biases and all(is_magnitude(solver) for solver in solvers)
+
+    @property
+    def may_weigh_rows(self) -> bool:
+        """True if rows are weighted by their Fisher information, at least in models of text."""
+        return self.curvature != "layer" and not self.reads_weights_only
+
+    def with_quick_solver(self, quick: Solver) -> Recipe:
+        """The recipe with another solver in place of ADMM, for solves that only measure; other solvers stay."""
+        slow = self.solver == "admm" or isinstance(self.solver, ADMM)
+        return replace(self, solver=quick) if slow else self
 
     @property
     def compares(self) -> bool:
