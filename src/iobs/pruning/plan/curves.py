@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
-from iobs.pruning.calibration.row_fisher import PROBE
+from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
@@ -149,6 +149,7 @@ class CurveSweep:
 
     def _measured(self) -> Iterator[tuple[Layer, LayerCurves]]:
         workspace = self.workspace
+        fisher = workspace.fisher  # before the sweep: its passes load and release blocks
         parts = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
         fit, evaluation = (part.first(part.samples, CURVE_TOKENS) for part in parts)
         sweep = Sweep(
@@ -167,7 +168,7 @@ class CurveSweep:
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
             for layer in group.layers:
                 values = workspace.checkpoint.remembered(
-                    f"curves of {layer.name}", partial(self._curves, layer, statistics)
+                    f"curves of {layer.name}", partial(self._curves, layer, statistics, fisher)
                 )
                 if self.statistics is not None:
                     self.statistics[layer] = statistics()
@@ -182,12 +183,12 @@ class CurveSweep:
         return self._solved(layer, self.statistics[layer], layer.read(self.workspace.store.model), (FREE, keep), 1)
 
     @torch.no_grad()
-    def _curves(self, layer: Layer, inputs: Callable[[], Statistics]) -> JsonObject:
+    def _curves(self, layer: Layer, inputs: Callable[[], Statistics], fisher: RowFisher) -> JsonObject:
         """The values of the damages of one layer at all densities."""
         statistics = inputs()
         dense = layer.read(self.workspace.store.model)
         gram = statistics.heldout or statistics.calibration
-        prices = self.workspace.fisher.price(layer, gram)
+        prices = fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
         step = row_step(layer.shape[0], layer.groups) if full == layer.weights else 1
         rows = dense[::step]
