@@ -162,9 +162,7 @@ def texts(rows: Rows, sparsities: tuple[float, ...]) -> None:
 @torch.no_grad()
 def prompts(rows: Rows, sparsities: tuple[float, ...]) -> None:
     """A long prompt of the Llama by all forms, in turn."""
-    from iobs.inference.decoder import Decoder
-
-    names = [f"{how} {precision}" for how in ways() for precision in FORMS]
+    names = [f"modules {precision}" for precision in FORMS]
     ids = [3 + 37 * place % 500 for place in range(PROMPT)]
     prompt = torch.tensor([ids])
     settings: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
@@ -181,9 +179,6 @@ def prompts(rows: Rows, sparsities: tuple[float, ...]) -> None:
             model = copy.deepcopy(dense)
             iobs.accelerate(model, precision=precision, threads=1)  # type: ignore[arg-type]
             calls[f"modules {precision}"] = lambda model=model: model(prompt, **settings).logits[0, -1]
-            if undecodable(model) is None:
-                decoder = Decoder(model, 2 * PROMPT, "bf16" if precision == "bf16" else "int8")
-                calls[f"one call {precision}"] = lambda one=decoder: torch.from_numpy(one._prefill(prompt)[2])
         with tempfile.TemporaryDirectory() as place:
             if importable("OpenVINO", "openvino", "nncf"):
                 from peers_forms import OpenVINO, write_openvino

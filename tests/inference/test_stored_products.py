@@ -46,17 +46,11 @@ def test_products_equal_the_plain_form(level, name, shape):
     require(level)
     matrix = store(sparse(*shape), name)
     for tokens in (1, 2, 3, 4, 7, 16, 21):
-        product = StoredProduct(matrix, level, most_tokens=0 if level == "none" else 16, amx=False)
+        product = StoredProduct(matrix, level, most_tokens=0 if level == "none" else 16)
         given = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
         found, wanted = product(given), plain(matrix, given, rounds=level != "none" and tokens <= 16)
         assert found.shape == wanted.shape
         assert (found - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
-
-
-@pytest.fixture
-def needs_amx():
-    if not cpu.has_amx():
-        pytest.skip("this CPU has no AMX")
 
 
 def rounded_by_kernels(given):
@@ -71,40 +65,6 @@ def test_rounding_of_activations_equals_the_plain_form_but_for_ties():
     apart = (rounded_by_kernels(given) - round_activations(given)).abs() / (given.abs().amax(1, keepdim=True) / 127)
     assert (apart > 1e-3).sum() <= 3
     assert apart.max() <= 1.001
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 129), (200, 1200), (40, 1090)])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_products_of_many_tokens_by_amx_equal_the_plain_form(needs_amx, name, shape, threads):
-    matrix = store(sparse(*shape), name)
-    product = StoredProduct(matrix, threads=threads, most_tokens=0, amx=True)
-    for tokens in (1, 16, 17, 40, 530):
-        given = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
-        rounded = rounded_by_kernels(given) if matrix.quantised else given.bfloat16().float()
-        wanted = plain(matrix, rounded, rounds=False)
-        found = product(given)
-        assert (found - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_amx_gives_nan_for_the_tokens_that_hold_it(needs_amx, name):
-    given = torch.ones(20, 70)
-    given[3, 5] = float("nan")
-    found = StoredProduct(store(sparse(40, 70) + 1, name), most_tokens=0)(given)
-    assert torch.isnan(found).all(1).nonzero().flatten().tolist() == [3]
-
-
-def test_amx_needs_its_features_and_the_permission_of_the_system(monkeypatch):
-    monkeypatch.setattr(cpu, "level", lambda: "avx512")
-    monkeypatch.setattr(cpu, "_features", lambda: frozenset({"amx-tile", "amx-int8"}))
-    cpu.has_amx.cache_clear()
-    assert not cpu.has_amx()
-    cpu.has_amx.cache_clear()
-    monkeypatch.setattr(cpu.sys, "platform", "darwin")
-    monkeypatch.setattr(cpu, "_features", lambda: frozenset({"amx-tile", "amx-int8", "amx-bf16"}))
-    assert not cpu.has_amx()
-    cpu.has_amx.cache_clear()
 
 
 @pytest.mark.parametrize(("level", "name"), [case for case in CASES if case[0] != "none"])

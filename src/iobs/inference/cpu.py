@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
-import sys
 from functools import cache
 from typing import Literal
 
@@ -13,8 +11,6 @@ _NEEDED: dict[Level, frozenset[str]] = {
     "avx512": frozenset({"avx512vbmi2", "avx512bw", "avx512vbmi", "avx512vnni", "avx512f"}),
     "avx2": frozenset({"avx2", "fma", "popcnt", "ssse3"}),
 }
-_AMX = frozenset({"amx-tile", "amx-int8", "amx-bf16"})
-_ARCH_PRCTL, _REQUEST, _REGISTERS = 158, 0x1023, 18  # Linux: ask the kernel for the registers of AMX
 
 
 @cache
@@ -28,14 +24,6 @@ def level() -> Level:
 def level_of(features: frozenset[str]) -> Level:
     """The best instruction set that a CPU with these features runs."""
     return next((name for name, needed in _NEEDED.items() if needed <= features), "none")
-
-
-@cache
-def has_amx() -> bool:
-    """True if this process may use AMX beside AVX-512: matrix registers for int8 and bfloat16, on Linux."""
-    if not sys.platform.startswith("linux") or level() != "avx512" or not _features() >= _AMX:
-        return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _REGISTERS) == 0)
 
 
 def _features() -> frozenset[str]:

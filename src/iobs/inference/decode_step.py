@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from iobs.inference import cpu
 from iobs.inference.activations import even_then_odd, filled, rounded
-from iobs.inference.kernels_avx512 import Addresses
+from iobs.inference.product import Addresses
 from iobs.inference.vectors import Value, read_real
 
 if cpu.level() == "avx2":  # compiled code sees one instruction set; numba keeps the code of each apart
@@ -23,7 +23,8 @@ else:
     _order_of_bitmask, _OFFSET = even_then_odd, 128
 
 Reals = NDArray[np.float32]
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer, in this order
+# Numbers of the formats: those from 3 on multiply activations in 8 bits, see `_multiply`.
+CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
 FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
 
 
@@ -31,7 +32,8 @@ class DecoderWeights(NamedTuple):
     """Weights and sizes of a network.
 
     Args:
-        matrices: (7 * layers + 1, 12), the fields of every matrix; the output head is last.
+        matrices: (7 * layers + 1, 12), the `FIELDS` of every matrix. Those of a layer are q, k, v, o, gate, up and
+            down; the output head is last.
         norms: (2 * layers + 1, hidden), scales of the norms before attention and before the MLP, and of the last norm.
         head_norms: (2 * layers, head size), scales of the norms of queries and keys; no rows: there are none.
         epsilon: of the norms.

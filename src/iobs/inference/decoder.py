@@ -1,118 +1,24 @@
-"""Generation with a Llama-like network: the prompt layer by layer, each new token by one call of compiled code."""
+"""Generation with a Llama-like network: the prompt by its modules, each new token by one call of compiled code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
 from iobs.inference.decodable import LONGEST, CausalModel, most_tokens, undecodable
-from iobs.inference.decode_step import MATRICES, DecoderWeights, StepBuffers, normalise, rotate, step
-from iobs.inference.formats import FormatName
-from iobs.inference.kernels_avx512 import CODES
-from iobs.inference.modules import StoredLinear, outputs_of, stored
+from iobs.inference.decode_step import CODES, FIELDS, DecoderWeights, StepBuffers, step
+from iobs.inference.formats import BLOCK, FormatName
+from iobs.inference.modules import StoredLinear, stored
 from iobs.inference.product import addresses_of
-from iobs.inference.vectors import Value
-
-# ---- A whole prompt through a Llama-like network, layer by layer, without the modules of transformers
-# Vectors are changed in place where that is possible: fresh memory costs more than the arithmetic on it.
 
 Reals = NDArray[np.float32]
-_QUERIES = 128  # tokens whose attention is computed at a time: bounds the memory of the scores
-
-
-@njit(cache=True, nogil=True)
-def _normalise_rows(vectors: Value, scales: Value, epsilon: Value, result: Value) -> None:
-    """Norm of each row of (rows, columns)."""
-    for row in range(vectors.shape[0]):
-        normalise(vectors[row], scales, epsilon, result[row])
-
-
-@njit(cache=True, nogil=True)
-def _rotate_tokens(vectors: Value, cosines: Value, sines: Value) -> None:
-    """Rotary position embedding of (tokens, heads, head size), in place."""
-    for token in range(vectors.shape[0]):
-        rotate(vectors[token], cosines[token], sines[token])
-
-
-@torch.no_grad()
-def read_prompt(
-    network: DecoderWeights,
-    modules: Sequence[StoredLinear],
-    hidden: Reals,
-    keys: Reals,
-    values: Reals,
-    rotation: tuple[Reals, Reals],
-) -> Reals:
-    """Logits (vocabulary) after the last token of a prompt.
-
-    Args:
-        network: sizes and norms of the network.
-        modules: its matrices, in the order of `network.matrices`.
-        hidden: (tokens, hidden), embeddings of the prompt; overwritten.
-        keys: (layers, key heads, longest text, head size), float32; the places of the prompt are written.
-        values: of the same shape.
-        rotation: cosines and sines, (tokens, head size) each.
-    """
-    layers, heads, _, size = keys.shape
-    count, normed = len(hidden), np.empty_like(hidden)
-    stream, inputs = torch.from_numpy(hidden), torch.from_numpy(normed)
-    for layer in range(layers):
-        query, key, value, output, gate, up, down = modules[len(MATRICES) * layer :][: len(MATRICES)]
-        _normalise_rows(hidden, network.norms[2 * layer], network.epsilon, normed)
-        queries, new_keys, new_values = (product.numpy() for product in outputs_of((query, key, value), inputs))
-        if len(network.head_norms):
-            for number, vectors in enumerate((queries, new_keys)):
-                flat = vectors.reshape(-1, size)
-                _normalise_rows(flat, network.head_norms[2 * layer + number], network.epsilon, flat)
-        for vectors in (queries, new_keys):
-            _rotate_tokens(vectors.reshape(count, -1, size), *rotation)
-        keys[layer, :, :count] = new_keys.reshape(count, heads, size).swapaxes(0, 1)
-        values[layer, :, :count] = new_values.reshape(count, heads, size).swapaxes(0, 1)
-        past = torch.from_numpy(keys[layer, :, :count]), torch.from_numpy(values[layer, :, :count])
-        stream += output(_attend(torch.from_numpy(queries), past, network.scaling))
-        _normalise_rows(hidden, network.norms[2 * layer + 1], network.epsilon, normed)
-        gates, ups = outputs_of((gate, up), inputs)
-        stream += down(torch.nn.functional.silu(gates, inplace=True).mul_(ups))
-    _normalise_rows(hidden[-1:], network.norms[2 * layers], network.epsilon, normed[-1:])
-    logits: Reals = modules[-1](inputs[-1:])[0].numpy()
-    return logits
-
-
-def _attend(queries: Tensor, past: tuple[Tensor, Tensor], scaling: float) -> Tensor:
-    """Causal attention of all tokens: (tokens, query heads * head size).
-
-    Args:
-        queries: (tokens, query heads * head size).
-        past: keys and values, (key heads, tokens, head size) each.
-        scaling: factor of the scores.
-    """
-    keys, values = past
-    heads, count, size = keys.shape
-    result = torch.empty_like(queries)
-    grouped = queries.view(count, heads, -1, size)
-    for first in range(0, count, _QUERIES):
-        last = min(first + _QUERIES, count)
-        some = grouped[first:last].permute(1, 2, 0, 3)  # (key heads, queries of one key head, tokens, head size)
-        flat = some.reshape(heads, -1, size)
-        scores = torch.bmm(flat, keys[:, :last].transpose(1, 2)).mul_(scaling)
-        later = torch.ones(last - first, last, dtype=torch.bool).triu_(first + 1)
-        scores.view(heads, -1, last - first, last).masked_fill_(later, -torch.inf)
-        shares = torch.softmax(scores, 2, out=scores)
-        mixed = torch.bmm(shares, values[:, :last]).view(some.shape)
-        result.view(count, heads, -1, size)[first:last] = mixed.permute(2, 0, 1, 3)
-    return result
-
-
-# ---- The decoder: its memory, and its loop over new tokens
-
 Bytes = NDArray[np.uint8]
 
 
@@ -133,7 +39,7 @@ class Decoder:
 
     Args:
         model: a `transformers` causal model of the types llama, mistral, qwen2 or qwen3, usually after
-            `iobs.accelerate`. Without AMX it computes the prompt.
+            `iobs.accelerate`. It computes the prompt.
         longest: number of tokens of prompt and answer together. None: the limit of the model, at most 2,048.
         form: format of layers that are dense modules.
         compiled: compile the step now, by a first call, so that no token waits for it.
@@ -155,7 +61,6 @@ class Decoder:
         if self.longest > most:
             raise ProblemError(f"longest is {self.longest}, but this model attends to at most {most} tokens.")
         self._kept: list[Tensor | Bytes] = []  # the memory that the compiled step reads by its addresses
-        self._stored: list[StoredLinear] = []  # the matrices of the network
         with torch.no_grad():
             self._network = self._read(form)
             self._scratch, self._logits = self._memory(), np.empty(config.vocab_size, np.float32)
@@ -237,10 +142,6 @@ class Decoder:
         layers, config, count = self.model.model.layers, self.model.config, prompt.shape[1]
         shape = (len(layers), config.num_key_value_heads, self.longest, layers[0].self_attn.head_dim)
         keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        if cpu.has_amx():
-            hidden = self.model.model.embed_tokens(prompt[0]).float().contiguous().numpy()
-            rotation = self._cosines[:count], self._sines[:count]
-            return keys, values, read_prompt(self._network, self._stored, hidden, keys, values, rotation)
         output = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         for number, layer in enumerate(output.past_key_values.layers):
             keys[number, :, :count] = layer.keys[0].float().numpy()
@@ -278,14 +179,13 @@ class Decoder:
         addresses, kept = addresses_of(matrix, cpu.level())
         bias = None if module.bias is None else module.bias.detach().float().contiguous()
         self._kept += kept if bias is None else [*kept, bias]
-        self._stored.append(module)
         place = 0 if bias is None else bias.data_ptr()
         return [*addresses, matrix.rows, matrix.columns, CODES[matrix.format], place]
 
     def _memory(self) -> StepBuffers:
         """Memory for the vectors of a step."""
         matrices = self._network.matrices
-        rows, widest = matrices[:, 8], 64 * int(matrices[:, 7].max())
+        rows, widest = matrices[:, FIELDS.index("rows")], BLOCK * int(matrices[:, FIELDS.index("blocks")].max())
 
         def vector(size: int) -> Reals:
             return np.zeros(int(size), np.float32)

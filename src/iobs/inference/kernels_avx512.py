@@ -7,28 +7,27 @@ activations, as `activations.py` lays them out.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 
-from iobs.inference.expansions import (
-    expand_bytes,
-    expand_codes,
-    expand_halves,
-    gather,
-    write_scaled,
-    write_widened,
-)
+from iobs.inference.kernels_avx2 import unpack_index_bf16, unpack_int8
 from iobs.inference.vectors import (
+    Address,
+    Code,
+    F32x16,
+    I8x32,
+    I8x64,
+    I16x16,
+    I16x32,
+    I32x16,
+    Tile,
     Value,
-    add_bfloats,
-    add_bytes,
     add_scaled,
     count_bits,
     from_bfloat,
     fused,
-    integer_tile,
+    operation,
     plus,
     prefetch,
     read_bfloat,
@@ -37,32 +36,150 @@ from iobs.inference.vectors import (
     read_halves32,
     read_long,
     read_mask,
-    real_tile,
-    scaled_tile,
     sum16,
     write_real,
     write_sums,
     zero_reals16,
 )
+from iobs.inference.vectors import call as _call
+from iobs.inference.vectors import constant as _constant
+from iobs.inference.vectors import fused_code as _fused
+from iobs.inference.vectors import read as _read
+from iobs.inference.vectors import splat as _splat
 
+# ---- Operations for CPUs with AVX-512
+
+_BIT, _BYTE, _WORD, _LONG = (ir.IntType(bits) for bits in (1, 8, 32, 64))
+_REAL = ir.FloatType()
+
+
+@operation(I16x32, Address, types.uint32)
+def expand_halves(builder: Code, _: Code, address: Code, mask: Code) -> Code:
+    """The next 16-bit values at an address, spread over the lanes of the set bits; reads 64 bytes (vpexpandw)."""
+    source = _read(builder, address, I16x32.llvm)
+    lanes = builder.bitcast(mask, ir.VectorType(_BIT, 32))
+    name = "llvm.x86.avx512.mask.expand.v32i16"
+    return _call(builder, name, source.type, [source, ir.Constant(source.type, None), lanes])
+
+
+def _expanded(builder: Code, source: Code, mask: Code) -> Code:
+    lanes = builder.bitcast(mask, ir.VectorType(_BIT, 64))
+    name = "llvm.x86.avx512.mask.expand.v64i8"
+    return _call(builder, name, source.type, [source, ir.Constant(source.type, None), lanes])
+
+
+@operation(I8x64, Address, types.uint64)
+def expand_bytes(builder: Code, _: Code, address: Code, mask: Code) -> Code:
+    """The next bytes at an address, spread over the lanes of the set bits; reads 64 bytes (vpexpandb)."""
+    return _expanded(builder, _read(builder, address, I8x64.llvm), mask)
+
+
+@operation(I8x64, I8x64, Address, types.uint64)
+def expand_codes(builder: Code, _: Code, levels: Code, address: Code, mask: Code) -> Code:
+    """The levels of the next 4-bit codes, spread over the lanes of the set bits; reads 32 bytes.
+
+    Args:
+        levels: 16 levels of int8, four times.
+        address: of the codes, the low half of each byte first.
+        mask: of 64 lanes.
+    """
+    source = builder.zext(_read(builder, address, I8x32.llvm), I16x32.llvm)
+    pairs = builder.or_(source, builder.shl(source, _constant(I16x32.llvm, 4)))
+    codes = builder.bitcast(builder.and_(pairs, _constant(I16x32.llvm, 0x0F0F)), I8x64.llvm)
+    return _expanded(builder, _call(builder, "llvm.x86.avx512.pshuf.b.512", I8x64.llvm, [levels, codes]), mask)
+
+
+@operation(F32x16, Address, I16x16)
+def gather(builder: Code, _: Code, base: Code, columns: Code) -> Code:
+    """The float32 values of 16 unsigned 16-bit columns (vgatherdps)."""
+    index = builder.zext(columns, I32x16.llvm)
+    place = builder.inttoptr(base, _BYTE.as_pointer())
+    every = ir.Constant(ir.VectorType(_BIT, 16), [1] * 16)
+    empty = ir.Constant(F32x16.llvm, None)
+    return _call(builder, "llvm.x86.avx512.mask.gather.dps.512", F32x16.llvm, [empty, place, index, every, _WORD(4)])
+
+
+@operation(types.void, Address, I16x32)
+def write_widened(builder: Code, _: Code, address: Code, values: Code) -> None:
+    """Store 32 bfloat16 values as float32."""
+    words, reals = ir.VectorType(_WORD, 32), ir.VectorType(_REAL, 32)
+    widened = builder.bitcast(builder.shl(builder.zext(values, words), _constant(words, 16)), reals)
+    builder.store(widened, builder.inttoptr(address, reals.as_pointer()), align=4)
+
+
+@operation(types.void, Address, I8x64, types.float32)
+def write_scaled(builder: Code, _: Code, address: Code, values: Code, scale: Code) -> None:
+    """Store 64 int8 values times a scale as float32."""
+    reals = ir.VectorType(_REAL, 64)
+    scaled = builder.fmul(builder.sitofp(values, reals), _splat(builder, scale, 64))
+    builder.store(scaled, builder.inttoptr(address, reals.as_pointer()), align=4)
+
+
+# ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
+def _for_each(tokens: Code) -> int:
+    """Accumulators for each token: enough independent sums to hide the latency of a multiply-add."""
+    return max(1, min(4, 8 // len(tokens)))
+
+
+@operation(lambda tokens: Tile(F32x16, len(tokens) * _for_each(tokens)))
+def real_tile(_: Code, signed: Code, tokens: Code) -> Code:
+    """Zeros: float32 accumulators for bfloat16 weights."""
+    return ir.Constant(signed.return_type.llvm, None)
+
+
+@operation(lambda tokens: Tile(F32x16, len(tokens)))
+def scaled_tile(_: Code, signed: Code, tokens: Code) -> Code:
+    """Zeros: a float32 accumulator for each token, for scaled sums of integers."""
+    return ir.Constant(signed.return_type.llvm, None)
+
+
+@operation(lambda tokens: Tile(I32x16, len(tokens)))
+def integer_tile(_: Code, signed: Code, tokens: Code) -> Code:
+    """Zeros: an int32 accumulator for each token."""
+    return ir.Constant(signed.return_type.llvm, None)
+
+
+@operation(lambda tile, tokens, offset, low, high: tile)
+def add_bfloats(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Code, low: Code, high: Code) -> Code:
+    """Add the products of 64 bfloat16 weights with each token's activations at `offset` bytes.
+
+    Activations are float32, the even ones of each 32 before the odd ones: a shift and a mask widen the weights.
+    """
+    words, lanes = I32x16.llvm, F32x16.llvm
+    widened = []
+    for half in (low, high):
+        bits = builder.bitcast(half, words)
+        widened.append(builder.bitcast(builder.shl(bits, _constant(words, 16)), lanes))
+        widened.append(builder.bitcast(builder.and_(bits, _constant(words, -65536)), lanes))
+    number = signed.args[1].count
+    each = signed.args[0].count // number
+    for token in range(number):
+        start = builder.add(builder.extract_value(tokens, token), offset)
+        for part, weights in enumerate(widened):
+            place = token * each + part % each
+            activations = _read(builder, builder.add(start, _LONG(64 * part)), lanes, 4)
+            tile = builder.insert_value(
+                tile, _fused(builder, weights, activations, builder.extract_value(tile, place)), place
+            )
+    return tile
+
+
+@operation(lambda tile, tokens, offset, weights: tile)
+def add_bytes(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Code, weights: Code) -> Code:
+    """Add the products of 64 int8 weights with each token's uint8 activations at `offset` bytes (vpdpbusd)."""
+    for token in range(signed.args[0].count):
+        activations = _read(builder, builder.add(builder.extract_value(tokens, token), offset), I8x64.llvm)
+        old = builder.extract_value(tile, token)
+        new = _call(builder, "llvm.x86.avx512.vpdpbusd.512", old.type, [old, activations, weights])
+        tile = builder.insert_value(tile, new, token)
+    return tile
+
+
+# ---- kernels
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_short, _word = types.uint32, types.float32
-CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
+_short = types.uint32
 _AHEAD = 1024  # bytes of values that are fetched ahead
-
-
-class Addresses(NamedTuple):
-    """Addresses of the tensors of a stored matrix (0 where the format has none), and its number of blocks."""
-
-    mask: int
-    values: int
-    starts: int
-    scales: int
-    corrections: int
-    levels: int
-    indices: int
-    blocks: int
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -237,6 +354,8 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
 
 
 UNPACK = {
+    "int8": unpack_int8,  # reads dense bytes, which AVX2 does as well
+    "index-bf16": unpack_index_bf16,  # has no vectors
     "bitmask-bf16": unpack_bitmask_bf16,
     "bitmask-int8": unpack_bitmask_int8,
     "bitmask-int4": unpack_bitmask_int4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypedDict, Unpack
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, require_valid, store
 from iobs.inference.gpu import is_form
-from iobs.inference.product import StoredProduct, products_by_amx
+from iobs.inference.product import StoredProduct
 from iobs.inference.safeguards import buffers_after, without_gradient
 
 
@@ -241,18 +241,6 @@ def _channels_last(images: Tensor) -> bool:
     """True if images, or volumes, lie in memory with their channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return images.ndim in formats and images.is_contiguous(memory_format=formats[images.ndim])
-
-
-@torch.no_grad()
-def outputs_of(modules: Sequence[StoredLinear], inputs: Tensor) -> list[Tensor]:
-    """The outputs of several layers with the same float32 activations (tokens, in_features); AMX lays them out once."""
-    products = [layer.product for layer in modules]
-    alike = len({product.matrix.quantised for product in products}) == 1
-    if not (alike and all(product.by_amx(len(inputs)) for product in products)):
-        return [layer(inputs) for layer in modules]
-    outputs = products_by_amx(products, inputs)
-    pairs = zip(modules, outputs, strict=True)
-    return [output if layer.bias is None else output + layer.bias for layer, output in pairs]
 
 
 def refuse_to_save(model: nn.Module) -> None:

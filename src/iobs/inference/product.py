@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,12 @@ from torch import Tensor
 from iobs.inference import cpu
 from iobs.inference.formats import BLOCK, StoredMatrix, blocks_of
 
-if TYPE_CHECKING:
-    from iobs.inference.kernels_amx import Layout
-    from iobs.inference.kernels_avx512 import Addresses
-
-_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 8, "none": 0}  # more are multiplied another way
-_MOST_BEFORE_AMX = 8  # tokens
-_PIECE_TOKENS = 512  # of one call of AMX: their sums stay in a near cache
+_MOST_TOKENS: dict[cpu.Level, int] = {"avx512": 16, "avx2": 8, "none": 0}  # more are multiplied by torch
 # Tokens of one call of a kernel: sums of integers take registers beside the sums of their scaled values.
 _LARGEST_TILE: dict[cpu.Level, dict[bool, int]] = {"avx512": {True: 8, False: 16}, "avx2": {True: 4, False: 8}}
 # Formats whose kernels read the even activations of each 32 before the odd ones.
 _INTERLEAVED: dict[cpu.Level, tuple[str, ...]] = {"avx512": ("bf16", "bitmask-bf16"), "avx2": ("bf16",)}
 _TILE_ROWS = 512  # rows that are unpacked at a time
-_STRIP = 32  # rows: parts of threads begin at multiples of it
 Kernels = Mapping[str, Callable[..., None]]
 
 
@@ -40,9 +33,8 @@ class StoredProduct:
         matrix: the stored matrix; one of unknown origin must pass `formats.require_valid` first.
         level: instruction set; "none" uses torch alone.
         threads: number of threads that share the rows.
-        most_tokens: more tokens are multiplied by AMX, or by torch with rows that are unpacked for the moment. None: 8
-            before AMX, 16 with AVX-512, 8 with AVX2.
-        amx: whether AMX is used. None: if the CPU has it.
+        most_tokens: more tokens are multiplied by torch, with rows that are unpacked for the moment. None: 16 with
+            AVX-512, 8 with AVX2.
     """
 
     def __init__(
@@ -51,13 +43,10 @@ class StoredProduct:
         level: cpu.Level | None = None,
         threads: int = 1,
         most_tokens: int | None = None,
-        amx: bool | None = None,
     ) -> None:
         self.matrix, self.threads = matrix, threads
         self.level = cpu.level() if level is None else level
-        self.amx = self.level == "avx512" and cpu.has_amx() if amx is None else amx
-        usual = _MOST_BEFORE_AMX if self.amx else _MOST_TOKENS[self.level]
-        self.most_tokens = usual if most_tokens is None else most_tokens
+        self.most_tokens = _MOST_TOKENS[self.level] if most_tokens is None else most_tokens
         kernels = _kernels(self.level)
         self._kernel: Callable[..., None] | None = kernels[0].get(matrix.format)
         self._unpack: Callable[..., None] | None = kernels[1].get(matrix.format)
@@ -71,11 +60,7 @@ class StoredProduct:
             inputs: activations (tokens, columns), of any floating dtype, on the CPU.
         """
         count = inputs.shape[0]
-        if self._kernel is None or not count:
-            return self._by_torch(inputs)
-        if self.by_amx(count):
-            return products_by_amx([self], inputs)[0].to(inputs.dtype)
-        if count > self.most_tokens:
+        if self._kernel is None or not 0 < count <= self.most_tokens:
             return self._by_torch(inputs)
         outputs = np.empty((count, self.matrix.rows), np.float32)
         values = inputs.detach().float().contiguous().numpy()
@@ -91,24 +76,6 @@ class StoredProduct:
             last = min(first + _TILE_ROWS, self.matrix.rows)
             outputs[:, first:last] = inputs @ self.dense(first, last).to(inputs.dtype).t()
         return outputs
-
-    def by_amx(self, count: int) -> bool:
-        """True if `count` tokens are multiplied by AMX."""
-        return self._kernel is not None and self.amx and count > self.most_tokens
-
-    def _by_layout(self, layout: Layout) -> Tensor:
-        """Multiply by AMX; the activations are rounded to 8 bits or to bfloat16, as the format stores weights."""
-        from iobs.inference import kernels_amx as kernels
-        from iobs.inference.kernels_avx512 import CODES
-
-        kernel = kernels.quantised if self.matrix.quantised else kernels.bfloats
-        code, operands = CODES[self.matrix.format], kernels.operands_of(layout, self.matrix)
-
-        def rows(first: int, last: int) -> None:
-            kernel(self._addresses, code, operands, kernels.scratch_for(self.matrix, operands.pairs), first, last)
-
-        self._in_parts(rows, _STRIP)
-        return torch.from_numpy(operands.output)
 
     def dense(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` as float32, (last - first, columns)."""
@@ -149,41 +116,19 @@ class StoredProduct:
             activations.scaled(outputs, scales, self.matrix.tensors["corrections"].numpy(), signed)
 
     def _shared(self, tokens: tuple[int, ...], sums: NDArray[np.float32]) -> None:
-        """Compute the rows of some tokens by the kernel."""
+        """Compute the rows of some tokens by the kernel, in equal parts for the threads."""
         assert self._kernel is not None
         kernel, place, stride = self._kernel, sums.ctypes.data, sums.strides[0]
-        self._in_parts(lambda first, last: kernel(self._addresses, tokens, place, stride, first, last))
-
-    def _in_parts(self, task: Callable[[int, int], None], step: int = 1) -> None:
-        """Run a task on all rows, in equal parts for the threads; parts begin at multiples of `step`."""
         rows = self.matrix.rows
         if self.threads == 1:
-            task(0, rows)
+            kernel(self._addresses, tokens, place, stride, 0, rows)
             return
-        bounds = [rows * part // self.threads // step * step for part in range(self.threads)] + [rows]
-        others = [_pool(self.threads - 1).submit(task, first, last) for first, last in pairwise(bounds[1:])]
-        task(0, bounds[1])
+        bounds = [rows * part // self.threads for part in range(self.threads + 1)]
+        arguments = self._addresses, tokens, place, stride
+        others = [_pool(self.threads - 1).submit(kernel, *arguments, *part) for part in pairwise(bounds[1:])]
+        kernel(*arguments, 0, bounds[1])
         for other in others:
             other.result()
-
-
-def products_by_amx(products: Sequence[StoredProduct], inputs: Tensor) -> list[Tensor]:
-    """Multiply several matrices by the same activations, which are laid out once.
-
-    Args:
-        products: of matrices with equal columns, all quantised or none.
-        inputs: (tokens, columns), any floating dtype.
-
-    Returns:
-        (tokens, rows) of each, in float32.
-    """
-    from iobs.inference.kernels_amx import lay_out
-
-    matrix, parts = products[0].matrix, []
-    for piece in torch.split(inputs.float(), _PIECE_TOKENS):
-        layout = lay_out(piece.contiguous(), matrix.blocks, matrix.quantised)
-        parts.append([product._by_layout(layout) for product in products])
-    return parts[0] if len(parts) == 1 else [torch.cat(some) for some in zip(*parts, strict=True)]
 
 
 def _tile(count: int) -> int:
@@ -215,10 +160,21 @@ def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
     return {}, {}
 
 
+class Addresses(NamedTuple):
+    """Addresses of the tensors of a stored matrix (0 where the format has none), and its number of blocks."""
+
+    mask: int
+    values: int
+    starts: int
+    scales: int
+    corrections: int
+    levels: int
+    indices: int
+    blocks: int
+
+
 def addresses_of(matrix: StoredMatrix, level: cpu.Level) -> tuple[Addresses, list[Tensor | NDArray[np.uint8]]]:
     """The addresses of the tensors of a matrix, and the tensors and tables that must live as long."""
-    from iobs.inference.kernels_avx512 import Addresses
-
     tensors = matrix.tensors
     kept: list[Tensor | NDArray[np.uint8]] = [*tensors.values()]
     places = {name: tensor.data_ptr() for name, tensor in tensors.items()}

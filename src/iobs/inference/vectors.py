@@ -260,66 +260,7 @@ def zero(vector: Vector) -> Code:
 zero_reals16, zero_reals8 = zero(F32x16), zero(F32x8)
 
 
-# ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
-def _for_each(tokens: Code) -> int:
-    """Accumulators for each token: enough independent sums to hide the latency of a multiply-add."""
-    return max(1, min(4, 8 // len(tokens)))
-
-
-@operation(lambda tokens: Tile(F32x16, len(tokens) * _for_each(tokens)))
-def real_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: float32 accumulators for bfloat16 weights."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(F32x16, len(tokens)))
-def scaled_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: a float32 accumulator for each token, for scaled sums of integers."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(I32x16, len(tokens)))
-def integer_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: an int32 accumulator for each token."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tile, tokens, offset, low, high: tile)
-def add_bfloats(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Code, low: Code, high: Code) -> Code:
-    """Add the products of 64 bfloat16 weights with each token's activations at `offset` bytes.
-
-    Activations are float32, the even ones of each 32 before the odd ones: a shift and a mask widen the weights.
-    """
-    words, lanes = I32x16.llvm, F32x16.llvm
-    widened = []
-    for half in (low, high):
-        bits = builder.bitcast(half, words)
-        widened.append(builder.bitcast(builder.shl(bits, constant(words, 16)), lanes))
-        widened.append(builder.bitcast(builder.and_(bits, constant(words, -65536)), lanes))
-    number = signed.args[1].count
-    each = signed.args[0].count // number
-    for token in range(number):
-        start = builder.add(builder.extract_value(tokens, token), offset)
-        for part, weights in enumerate(widened):
-            place = token * each + part % each
-            activations = read(builder, builder.add(start, _LONG(64 * part)), lanes, 4)
-            tile = builder.insert_value(
-                tile, fused_code(builder, weights, activations, builder.extract_value(tile, place)), place
-            )
-    return tile
-
-
-@operation(lambda tile, tokens, offset, weights: tile)
-def add_bytes(builder: Code, signed: Code, tile: Code, tokens: Code, offset: Code, weights: Code) -> Code:
-    """Add the products of 64 int8 weights with each token's uint8 activations at `offset` bytes (vpdpbusd)."""
-    for token in range(signed.args[0].count):
-        activations = read(builder, builder.add(builder.extract_value(tokens, token), offset), I8x64.llvm)
-        old = builder.extract_value(tile, token)
-        new = call(builder, "llvm.x86.avx512.vpdpbusd.512", old.type, [old, activations, weights])
-        tile = builder.insert_value(tile, new, token)
-    return tile
-
-
+# ---- tiles: one or more accumulators for each token
 @operation(lambda tile, sums, scale: tile)
 def add_scaled(builder: Code, signed: Code, tile: Code, sums: Code, scale: Code) -> Code:
     """Add integer sums times a scale."""
