@@ -24,6 +24,7 @@ from check_results import CLOSE, Check, failed, network_checks, solver_checks, t
 from torch import Tensor, nn
 
 import iobs
+from iobs.core.linalg import masked_conjugate_gradients, shifted_inverse
 from iobs.core.modes import full_precision
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic
@@ -34,7 +35,6 @@ from iobs.pruning.cost.machines import Machine, Network, Rates, need
 from iobs.pruning.cost.work import solver_cost
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
-from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
 from iobs.solvers.kernels.project import project
 
 _PRODUCTS = 20  # repetitions of a product with zeros
@@ -204,7 +204,7 @@ def kernel_times(shape: tuple[int, int], clock: Clock, drawn: Callable[[int, int
         ),
         "conjugate gradients": (
             6 * 2.0 * rows * columns**2,
-            lambda: improve_weights(hessian, linear, mask, weight * mask, 6),
+            lambda: masked_conjugate_gradients(hessian, linear, mask, weight * mask, iterations=6),
         ),
         "SparseGPT": (
             2.0 * rows * columns**2,

@@ -98,7 +98,27 @@ def test_conjugate_gradients_use_start_and_tolerance():
     assert (residual <= 1e-12).all()
 
 
+def test_conjugate_gradients_in_float32_keep_converged_and_empty_rows():
+    matrix, linear, mask = definite(24).float(), torch.randn(40, 24), random_masks(40, 24)
+    mask[0] = False
+    exact = linalg.solve_on_support(matrix, linear, mask).float()
+    for start in (None, torch.randn(40, 24) * mask, exact):
+        weight, _ = linalg.masked_conjugate_gradients(matrix, linear, mask, start, iterations=60)
+        torch.testing.assert_close(weight, exact, rtol=1e-3, atol=1e-3)
+        assert not weight[~mask].any()
+
+
 def test_solve_on_support_raises_if_support_is_singular():
     matrix = torch.ones(4, 4, dtype=torch.float64)
     with pytest.raises(NotPositiveDefiniteError):
         linalg.solve_on_support(matrix, torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("d", [5, 384, 385, 900])
+def test_shifted_inverse_equals_a_dense_inverse(d):
+    samples = torch.randn(2 * d, d)
+    hessian = samples.T @ samples / d
+    expected = torch.linalg.inv(hessian.double() + 0.2 * torch.eye(d, dtype=torch.float64))
+    torch.testing.assert_close(linalg.shifted_inverse(hessian, 0.2).double(), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotPositiveDefiniteError):
+        linalg.shifted_inverse(hessian - 10 * torch.eye(d), 0.2)

@@ -7,7 +7,7 @@ from solver_problems import dependent_problem, random_problem
 import iobs
 from iobs.core import linalg
 from iobs.solvers import obc, sparsegpt
-from iobs.solvers.kernels import conjugate, project, swaps
+from iobs.solvers.kernels import project, swaps
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -121,19 +121,3 @@ def test_project_numba_equals_torch(pattern):
         form(tensors[0], tensors[1], mask, linear, 0.5, 1.4)
     torch.testing.assert_close(numba[1], plain[1])
     torch.testing.assert_close(numba[0], plain[0])
-
-
-def test_improve_weights_equals_exact_and_torch_form():
-    problem = random_problem(40, 24, dtype=torch.float32)
-    mask = torch.rand(40, 24) > 0.5
-    mask[0] = False
-    start = problem.centre() * mask
-    numba = conjugate.improve_weights(problem.matrix, problem.linear, mask, start, 12)
-    plain, _ = linalg.masked_conjugate_gradients(problem.matrix, problem.linear, mask, start, iterations=12)
-    torch.testing.assert_close(numba, plain, rtol=1e-3, atol=1e-3)
-    exact = linalg.solve_on_support(problem.matrix, problem.linear, mask).float()
-    converged = conjugate.improve_weights(problem.matrix, problem.linear, mask, start, 50)
-    # Condition 50 times the rounding of float32, and a margin for the last iterations.
-    torch.testing.assert_close(converged, exact, rtol=1e-3, atol=1e-3)
-    again = conjugate.improve_weights(problem.matrix, problem.linear, mask, exact, 50)
-    torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)

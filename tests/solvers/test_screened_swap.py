@@ -9,9 +9,7 @@ from solver_problems import best_on, random_problem, swapped_masks
 import iobs
 from iobs.core.patterns import top_mask
 from iobs.core.quadratic import Solution
-from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.kernels import screen
-from iobs.solvers.kernels.conjugate import shifted_inverse
 from iobs.solvers.refit import scaled
 from iobs.solvers.screened_swap import ScreenedSwap, candidate_columns
 
@@ -114,13 +112,3 @@ def test_best_budget_gives_equal_bits_on_1_and_2_threads(pattern):
         torch.set_num_threads(threads)
     assert (found[0].mask == found[1].mask).double().mean() >= 0.9999
     assert torch.equal(found[0].weight, found[1].weight)
-
-
-@pytest.mark.parametrize("d", [5, 384, 385, 900])
-def test_shifted_inverse_equals_a_dense_inverse(d):
-    samples = torch.randn(2 * d, d)
-    hessian = samples.T @ samples / d
-    expected = torch.linalg.inv(hessian.double() + 0.2 * torch.eye(d, dtype=torch.float64))
-    torch.testing.assert_close(shifted_inverse(hessian, 0.2).double(), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(NotPositiveDefiniteError):
-        shifted_inverse(hessian - 10 * torch.eye(d), 0.2)

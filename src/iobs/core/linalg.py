@@ -1,4 +1,4 @@
-"""Cholesky factorisations that raise an error on failure, and solves on the support of each row."""
+"""Cholesky factorisations that raise an error on failure, inverses, and solves on the support of each row."""
 
 from __future__ import annotations
 
@@ -76,6 +76,42 @@ def inverse(matrix: Tensor) -> Tensor:
         raise _not_definite(matrix)
     result: Tensor = torch.cholesky_inverse(factor, out=factor)  # in place, to save the memory of one (d, d) matrix
     return result
+
+
+_LEAF = 384  # columns up to which LAPACK is as fast
+
+
+def shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
+    """Inverse (H + shift I)^-1, (d, d), from the inverses of the leading half and of its Schur complement.
+
+    This takes a third more arithmetic than a Cholesky factorisation, but matrix products run several times faster.
+    Rounding grows with the condition number of the leading half, so the shift must not be small against the diagonal.
+    The penalties of ADMM are of the size of the diagonal.
+
+    Raises:
+        NotPositiveDefiniteError: see `cholesky`.
+    """
+    shifted = hessian.clone()
+    shifted.diagonal().add_(shift)
+    _invert(shifted)
+    return shifted
+
+
+def _invert(matrix: Tensor) -> None:
+    """Write the inverse of a symmetric matrix into its own memory; a quarter of its size is taken besides."""
+    if len(matrix) <= _LEAF:
+        matrix.copy_(inverse(matrix))
+        return
+    half = len(matrix) // 2
+    first, above, below, second = matrix[:half, :half], matrix[:half, half:], matrix[half:, :half], matrix[half:, half:]
+    _invert(first)
+    carried = first @ above
+    second.addmm_(below, carried, alpha=-1)
+    _invert(second)
+    torch.mm(carried, second, out=above)
+    first.addmm_(above, carried.T)
+    above.neg_()
+    below.copy_(above.T)
 
 
 def solve_on_support(hessian: Tensor, linear: Tensor, mask: Tensor) -> Tensor:
@@ -171,26 +207,28 @@ def masked_conjugate_gradients(
     Returns:
         The solution (rows, d), and the relative residual of each row, (rows,).
     """
-    support = mask.to(linear.dtype)
-    scale = torch.where(mask, 1 / hessian.diagonal(), 0.0)  # the diagonal may be zero outside the mask
+    # All in the memory of five matrices: the passes over them take as long as the products where rows are short.
+    support, diagonal = mask.to(linear.dtype), hessian.diagonal()
+    scale = torch.where(diagonal > 0, 1 / diagonal, 0.0)  # the diagonal may be zero outside the mask
     solution = torch.zeros_like(linear) if start is None else start.clone()
     residual = linear * support
     size = residual.norm(dim=1).clamp_min(torch.finfo(linear.dtype).tiny)
+    product = torch.empty_like(residual)
     if start is not None:
-        residual = residual - (solution @ hessian) * support
+        residual.sub_(torch.mm(solution, hessian, out=product).mul_(support))
     preconditioned = residual * scale
     direction = preconditioned.clone()
-    slope = (residual * preconditioned).sum(1)
+    slope = torch.linalg.vecdot(residual, preconditioned)
     for _ in range(iterations):
         if tolerance and bool((residual.norm(dim=1) <= tolerance * size).all()):
             break
-        product = (direction @ hessian) * support
-        curvature = (direction * product).sum(1)
+        torch.mm(direction, hessian, out=product)
+        curvature = torch.linalg.vecdot(direction, product)  # the direction is zero outside the mask
         step = torch.where(curvature > 0, slope / curvature, 0.0)[:, None]
-        solution += step * direction
-        residual -= step * product
-        preconditioned = residual * scale
-        next_slope = (residual * preconditioned).sum(1)
-        direction = preconditioned + torch.where(slope > 0, next_slope / slope, 0.0)[:, None] * direction
+        solution.addcmul_(step, direction)
+        residual.addcmul_(step, product.mul_(support), value=-1)
+        torch.mul(residual, scale, out=preconditioned)
+        next_slope = torch.linalg.vecdot(residual, preconditioned)
+        direction.mul_(torch.where(slope > 0, next_slope / slope, 0.0)[:, None]).add_(preconditioned)
         slope = next_slope
     return solution, residual.norm(dim=1) / size

@@ -14,7 +14,6 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Factors, Quadratic, Solution
 from iobs.solvers.exact import Exact
-from iobs.solvers.kernels.conjugate import improve_weights, shifted_inverse
 from iobs.solvers.kernels.project import largest, project, restart
 from iobs.solvers.magnitude import Magnitude
 from iobs.solvers.obc import OBC
@@ -107,7 +106,9 @@ class ADMM:
         if is_cheap(mask):
             weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
         else:
-            weight = improve_weights(hessian, linear, mask, target.mul_(mask), schedule.refit).div_(scale)
+            start = target.mul_(mask)
+            weight, _ = linalg.masked_conjugate_gradients(hessian, linear, mask, start, iterations=schedule.refit)
+            weight.div_(scale)
         return Solution.of(problem, weight.to(problem.dtype), mask)
 
 
@@ -141,7 +142,7 @@ def alternate(
     penalty, resting = low, 0
     for stage in range(stages):
         previous, penalty = penalty, low * (high / low) ** (stage / (stages - 1))
-        solver = factors.get(("penalty", penalty), partial(shifted_inverse, hessian, penalty))
+        solver = factors.get(("penalty", penalty), partial(linalg.shifted_inverse, hessian, penalty))
         restart(right, target, mask, linear, previous / penalty, penalty)
         steps = schedule.iterations * (stage + 1) // stages - schedule.iterations * stage // stages
         for _ in range(steps):

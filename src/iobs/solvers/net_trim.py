@@ -18,7 +18,6 @@ from iobs.core import linalg
 from iobs.core.patterns import Pattern, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
-from iobs.solvers.kernels.conjugate import shifted_inverse
 from iobs.solvers.protocols import require_whole
 from iobs.solvers.refit import scaled, solve_weights
 
@@ -133,7 +132,7 @@ class _Lasso:
     def __init__(self, hessian: Tensor, linear: Tensor, scale: Tensor, start: Tensor) -> None:
         self.linear = linear
         self.scale = scale
-        self.inverse = shifted_inverse(hessian, 1.0)
+        self.inverse = linalg.shifted_inverse(hessian, 1.0)
         self.target = start.clone()
         self.multiplier = torch.zeros_like(start)
         self.argument = start.clone()  # what the last projection thresholded

@@ -10,7 +10,6 @@ from iobs.core import linalg
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NotPositiveDefiniteError
-from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.protocols import SolveCost
 
 
@@ -75,5 +74,6 @@ def solve_weights(problem: Quadratic, mask: Tensor) -> Tensor:
     if is_cheap(mask):
         return linalg.solve_on_support(problem.matrix, problem.linear, mask).to(problem.dtype)
     hessian, linear, scale = scaled(problem)
-    start = problem.centre().float().mul(scale).mul_(mask).contiguous()
-    return improve_weights(hessian, linear, mask, start, _STEPS).div_(scale).to(problem.dtype)
+    start = problem.centre().float().mul(scale).mul_(mask)
+    weight, _ = linalg.masked_conjugate_gradients(hessian, linear, mask, start, iterations=_STEPS)
+    return weight.div_(scale).to(problem.dtype)

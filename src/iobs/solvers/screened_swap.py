@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from iobs.core import linalg
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.kernels.conjugate import improve_weights
 from iobs.solvers.kernels.screen import Rows, swap_rows
 from iobs.solvers.protocols import require_whole
 from iobs.solvers.refit import scaled
@@ -58,7 +58,8 @@ class ScreenedSwap:
             slots = candidate_columns(hessian, linear, rows, groups, self.candidates).masked_fill(~moved[:, None], -1)
             swap_rows(rows, hessian, linear, slots, groups, _TOLERANCE, _MOST)
             exchanges += _exchange(rows) if groups.size > problem.shape[1] else 0
-            rows.weight = improve_weights(hessian, linear, rows.mask, rows.weight.mul_(rows.mask), _REFIT)
+            start = rows.weight.mul_(rows.mask)
+            rows.weight, _ = linalg.masked_conjugate_gradients(hessian, linear, rows.mask, start, iterations=_REFIT)
             moved = (rows.mask != before).any(1)
         stats = {**solution.stats, "swaps": int(rows.swaps.sum()), "exchanges": exchanges}
         refined = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
