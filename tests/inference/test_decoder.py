@@ -9,7 +9,7 @@ import torch
 import iobs
 from iobs.errors import ProblemError
 from iobs.inference import choices, cpu
-from iobs.inference.decodable import undecodable
+from iobs.inference.decodable import CODES, undecodable
 from iobs.inference.decoder import Decoder, generated
 
 transformers = pytest.importorskip("transformers")
@@ -102,6 +102,16 @@ def test_other_networks_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(cpu, "level", lambda: "none")
     with pytest.raises(ProblemError, match="needs an x86 CPU with AVX-512"):
         Decoder(model_of("llama"))
+
+
+def test_a_format_that_the_step_does_not_multiply_goes_through_the_modules(needs_step, smallest, monkeypatch):
+    model = model_of("llama")
+    iobs.accelerate(model, precision="bf16", threads=1)
+    name = model.model.layers[0].mlp.gate_proj.format
+    monkeypatch.delitem(CODES, name)
+    assert f"stored as {name}" in undecodable(model)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert len(list(generated(model, ids, 3, form="bf16"))) == 3
 
 
 def test_texts_that_are_empty_or_too_long_are_refused(needs_step):

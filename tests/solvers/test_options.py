@@ -10,7 +10,8 @@ import torch
 from solver_problems import random_problem
 
 import iobs
-from iobs.errors import ProblemError
+from iobs.core.partition import Partition
+from iobs.errors import PatternError, ProblemError
 from iobs.solvers import (
     ADMM,
     LOBS,
@@ -110,3 +111,14 @@ def test_a_solver_needs_no_hash():
     require_known_solver(Own())
     with pytest.raises(ProblemError, match="name or a function"):
         require_known_solver([])
+
+
+def test_groups_of_several_rows_are_refused():
+    """The loops over groups read rows: such masks had wrong counts."""
+
+    class Bands:
+        def groups(self, shape):
+            return Partition(shape[0] // 2, 2 * shape[1], shape[1])
+
+    with pytest.raises(PatternError, match="within one row"):
+        iobs.solve(random_problem(8, 16), Bands())

@@ -24,7 +24,7 @@ class Pattern(Protocol):
     """Number of entries that a matrix keeps, and the groups within which entries compete."""
 
     def groups(self, shape: tuple[int, int]) -> Partition:
-        """Partition of a matrix of the given shape.
+        """Partition of a matrix of the given shape: a group lies within one row, or is the whole matrix.
 
         Raises:
             PatternError: the pattern does not fit the shape.

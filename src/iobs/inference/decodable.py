@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
 from iobs.inference import cpu
+from iobs.inference.formats import FormatName
 from iobs.inference.modules import StoredLinear
 
 # A Llama-like model of transformers and its caches, for which transformers has no useful types. The code reads
@@ -15,6 +16,15 @@ from iobs.inference.modules import StoredLinear
 CausalModel: TypeAlias = Any
 Cache: TypeAlias = Any
 
+# Numbers of the formats that the compiled step multiplies, see `decode_step._multiply`.
+CODES: dict[FormatName, int] = {
+    "bf16": 0,
+    "bitmask-bf16": 1,
+    "index-bf16": 2,
+    "int8": 3,
+    "bitmask-int8": 4,
+    "bitmask-int4": 5,
+}
 LONGEST = 2048  # tokens of a text, unless more are asked for: bounds the memory of keys and values
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _KNOWN_CODE = ("transformers.", "torch.nn.", "iobs.")  # modules inside that compute as the compiled step does
@@ -33,6 +43,8 @@ def undecodable(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if name and (changed(module) or not type(module).__module__.startswith(_KNOWN_CODE)):
             return f"{name} has a hook, a forward or a class of its own"
+        if isinstance(module, StoredLinear) and module.format not in CODES:
+            return f"{name} is stored as {module.format}, which its compiled step does not multiply"
     if heard_by_all():
         return "hooks on all modules are registered, which its compiled step would not call"
     layers = getattr(getattr(model, "model", None), "layers", None)

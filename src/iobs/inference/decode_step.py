@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from iobs.inference import cpu
 from iobs.inference.activations import even_then_odd, filled, rounded
+from iobs.inference.decodable import CODES
 from iobs.inference.product import Addresses
 from iobs.inference.vectors import Value, read_real
 
@@ -23,8 +24,8 @@ else:
     _order_of_bitmask, _OFFSET = even_then_odd, 128
 
 Reals = NDArray[np.float32]
-# Numbers of the formats: those from 3 on multiply activations in 8 bits, see `_multiply`.
-CODES = {"bf16": 0, "bitmask-bf16": 1, "index-bf16": 2, "int8": 3, "bitmask-int8": 4, "bitmask-int4": 5}
+_BF16, _INDEX_BF16 = CODES["bf16"], CODES["index-bf16"]
+_INT8, _BITMASK_INT8, _BITMASK_INT4 = CODES["int8"], CODES["bitmask-int8"], CODES["bitmask-int4"]
 FIELDS = (*Addresses._fields, "rows", "columns", "code", "bias")  # of a matrix, int64 each
 
 
@@ -86,13 +87,13 @@ def _multiply(fields: Value, inputs: Value, result: Value, scratch: Value) -> No
     wide, rows, code, bias = 64 * fields[7], fields[8], fields[10], fields[11]
     output = result.ctypes.data
     vector = inputs.reshape(1, inputs.size)
-    if code >= 3:
+    if code in (_INT8, _BITMASK_INT8, _BITMASK_INT4):
         layout = scratch.bytes[:, :wide]
         rounded(vector, layout, scratch.scale, _OFFSET)
         tokens = (layout.ctypes.data,)
-        if code == 3:
+        if code == _INT8:
             int8(matrix, tokens, output, 0, 0, rows)
-        elif code == 4:
+        elif code == _BITMASK_INT8:
             bitmask_int8(matrix, tokens, output, 0, 0, rows)
         else:
             bitmask_int4(matrix, tokens, output, 0, 0, rows)
@@ -102,10 +103,10 @@ def _multiply(fields: Value, inputs: Value, result: Value, scratch: Value) -> No
     else:
         copy = scratch.reals[:, :wide]
         tokens = (copy.ctypes.data,)
-        if code == 2:
+        if code == _INDEX_BF16:
             filled(vector, copy)
             index_bf16(matrix, tokens, output, 0, 0, rows)
-        elif code == 0:
+        elif code == _BF16:
             even_then_odd(vector, copy)
             bf16(matrix, tokens, output, 0, 0, rows)
         else:

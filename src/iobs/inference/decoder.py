@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.inference import cpu
-from iobs.inference.decodable import LONGEST, CausalModel, most_tokens, undecodable
-from iobs.inference.decode_step import CODES, FIELDS, DecoderWeights, StepBuffers, step
+from iobs.inference.decodable import CODES, LONGEST, CausalModel, most_tokens, undecodable
+from iobs.inference.decode_step import FIELDS, DecoderWeights, StepBuffers, step
 from iobs.inference.formats import BLOCK, FormatName
 from iobs.inference.modules import StoredLinear, stored
 from iobs.inference.product import addresses_of

@@ -108,5 +108,10 @@ def require_fit(pattern: Pattern, shape: tuple[int, int]) -> None:
     """
     if isinstance(pattern, Groups):
         pattern.kept(shape[1])
-    else:
-        pattern.groups(shape)
+        return
+    groups = pattern.groups(shape)
+    if groups.count > 1 and shape[1] % groups.size:
+        raise PatternError(
+            f"The pattern {pattern} has groups of {groups.size} entries; a group must lie within one row, here of "
+            f"{shape[1]} columns, or be the whole matrix."
+        )
