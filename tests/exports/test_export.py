@@ -24,6 +24,8 @@ def test_command_names_the_targets_of_the_library():
 def test_unknown_target_and_bits_are_refused(tmp_path):
     with pytest.raises(ModelError, match="no target"):
         iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "zip")
+    with pytest.raises(ModelError, match="got int"):
+        iobs.export(3, tmp_path / "out", "macko")
     with pytest.raises(ModelError, match="bits, not 5"):
         iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "gguf", 5)
     assert not (tmp_path / "out").exists()

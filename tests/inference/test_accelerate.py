@@ -331,6 +331,8 @@ def test_a_model_on_another_device_or_of_another_kind_is_refused():
         iobs.accelerate(network().to("meta"))
     with pytest.raises(ProblemError, match="torch module"):
         iobs.accelerate("model")
+    with pytest.raises(ProblemError, match="Sequential"):  # nothing inside could be replaced
+        iobs.accelerate(torch.nn.Linear(256, 256))
 
 
 def test_layers_with_hooks_stay_dense_and_keep_them(fastest):

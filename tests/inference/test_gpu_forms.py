@@ -329,7 +329,7 @@ def test_float32_layers_are_noted(device):
 
 def test_two_four_layers_on_the_cpu_are_noted():
     assert any("CUDA devices" in note for note in iobs.accelerate(network(torch.float32), threads=1).notes)
-    assert not iobs.accelerate(nn.Linear(256, 128), threads=1).notes
+    assert not iobs.accelerate(nn.Sequential(nn.Linear(256, 128)), threads=1).notes
 
 
 def test_a_model_on_two_devices_is_refused():

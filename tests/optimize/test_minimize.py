@@ -279,7 +279,12 @@ def test_iobs_exact_raises_if_there_are_too_many_supports(rng):
         ({"k": 2.5}, ProblemError, "integer"),
         ({"k": True}, ProblemError, "integer"),
         ({"method": "magic"}, ProblemError, "no method 'magic'"),
+        ({"method": 3}, ProblemError, "name or an instance"),
+        ({"method": METHODS["htp"]}, ProblemError, "name or an instance"),
+        ({"objective": lambda theta: theta @ theta}, ProblemError, "from_torch"),
+        ({"seed": -1}, ProblemError, "seed"),
         ({"max_steps": 0}, ProblemError, "max_steps"),
+        ({"max_steps": 2.5}, ProblemError, "max_steps"),
         ({"tol": -1.0}, ProblemError, "tol"),
         ({"damping": -0.1}, ProblemError, "damping"),
         ({"theta0": np.ones(3)}, ProblemError, "14 entries"),
@@ -290,7 +295,7 @@ def test_iobs_exact_raises_if_there_are_too_many_supports(rng):
 def test_minimize_raises_if_arguments_are_invalid(arguments, error, message, rng):
     objective = _case("least squares", rng)
     with pytest.raises(error, match=message):
-        minimize(objective, **{"k": 3, **arguments})
+        minimize(**{"objective": objective, "k": 3, **arguments})
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -122,3 +122,18 @@ def test_groups_of_several_rows_are_refused():
 
     with pytest.raises(PatternError, match="within one row"):
         iobs.solve(random_problem(8, 16), Bands())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quadratic": torch.zeros(2, 3)}, "needs an iobs.Quadratic, got Tensor"),
+        ({"solver": 3}, "solver must be a name"),
+        ({"solver": ADMM}, "solver must be a name"),
+        ({"refine": Swap}, "refine must be a name"),
+        ({"damping": "a"}, "damping must be a number"),
+    ],
+)
+def test_solve_refuses_arguments_of_another_kind(arguments, message):
+    with pytest.raises(ProblemError, match=message):
+        iobs.solve(**{"quadratic": random_problem(4, 8), "pattern": iobs.Unstructured(0.5), **arguments})

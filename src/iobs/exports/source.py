@@ -182,7 +182,7 @@ def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, exa
     """The source of an export, from a module, a loaded model, or the name of a model.
 
     Raises:
-        ModelError: the model cannot be loaded.
+        ModelError: the model cannot be loaded, or is none.
     """
     if isinstance(model, str | Path):
         model = load(model)
@@ -190,6 +190,8 @@ def source_of(model: nn.Module | LoadedModel | str | Path, bits: int | None, exa
         name = type(model).__name__
         refuse = unwritable(f"{name} was given as a module, without files that could be copied.")
         model = LoadedModel(model, None, name, "other", None, refuse)
+    if not isinstance(model, LoadedModel):
+        raise ModelError(f"An export needs a torch module or the name of a model, got {type(model).__name__}.")
     return ExportSource(model, bits, example)
 
 

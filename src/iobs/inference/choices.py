@@ -309,6 +309,8 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> torch.dev
         raise ProblemError(
             f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
         )
+    if can_store(model):
+        raise ProblemError("accelerate replaces layers inside a model; put a single one into nn.Sequential(layer).")
     if precision not in FORMATS_OF:
         raise ProblemError(f"precision must be one of {', '.join(FORMATS_OF)}, got {precision!r}.")
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):

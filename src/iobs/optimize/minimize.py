@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import numpy as np
 
 from iobs.core.quadratic import Quadratic
-from iobs.errors import NonFiniteError, ProblemError
+from iobs.errors import NonFiniteError, ProblemError, is_a
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.methods.best_known import BestKnown
@@ -104,8 +105,9 @@ def minimize(
         The feasible iterate with the lowest loss after the start, and the history of all steps.
 
     Raises:
-        ProblemError: k outside [0, d], an unknown method, a start of the wrong length, tol or max_steps out of range,
-            bounds that exclude zero, bounds with another method, or an objective with several coefficients per feature.
+        ProblemError: no objective, k outside [0, d], an unknown method, a start of the wrong length, tol, max_steps or
+            seed out of range, bounds that exclude zero, bounds with another method, or an objective with several
+            coefficients per feature.
         NonFiniteError: NaN or infinity in the start, or in f or its gradient at zero.
     """
     if isinstance(objective, Quadratic):
@@ -115,8 +117,15 @@ def minimize(
             f"iobs.minimize would count every coefficient of {type(objective).__name__}, which has several for a "
             "feature; use SparseMultiTaskRegressor or SparseClassifier, whose k counts features."
         )
-    if max_steps < 1 or not tol >= 0:
+    if not hasattr(objective, "value_and_gradient"):
+        raise ProblemError(
+            f"minimize needs an objective, such as iobs.objectives.LeastSquares(X, y), got {type(objective).__name__}; "
+            "iobs.objectives.from_torch(f, d) makes one of a torch function."
+        )
+    if not is_a(Integral, max_steps) or max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
+    if seed is not None and not (is_a(Integral, seed) and seed >= 0):
+        raise ProblemError(f"seed must be a whole number of at least 0, got {seed!r}.")
     problem = Problem(objective, k, damping, np.random.default_rng(seed))
     # Overflow far from a minimiser is detected by the value, not by a warning.
     with (
@@ -179,6 +188,8 @@ def _result(problem: Problem, best: State, converged: bool, message: str, histor
 
 def _method(method: str | Method) -> Method:
     if not isinstance(method, str):
+        if isinstance(method, type) or not hasattr(method, "step"):
+            raise ProblemError(f"method must be a name or an instance of a method, got {method!r}.")
         return method
     if method not in METHODS:
         raise ProblemError(f"There is no method {method!r}; choose one of {', '.join(METHODS)}.")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern, RowsOf
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError
+from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError, is_a
 from iobs.solvers.families import (
     BUDGETED,
     COLUMN_GROUPS,
@@ -71,6 +72,8 @@ def solve(
         NotPositiveDefiniteError: the Hessian cannot be factorised even with the raised damping, or q is unbounded
             below along a column where the Hessian is zero and b is not.
     """
+    if not isinstance(quadratic, Quadratic):
+        raise ProblemError(f"solve needs an iobs.Quadratic, got {type(quadratic).__name__}; see iobs.Quadratic.at.")
     tools = _tools(family_of(pattern), solver, refine, damping, budget, options)
     with full_precision():
         (solution,) = _solve_all([quadratic], [pattern], quadratic, tools, damping, name)
@@ -138,6 +141,8 @@ def _tools(
     budget: Budget,
     options: dict[str, object],
 ) -> _Tools:
+    if not is_a(Real, damping):
+        raise ProblemError(f"damping must be a number, got {damping!r}.")
     if not damping >= 0:
         raise ProblemError(f"damping must not be negative, got {damping}; 0.01 is usual for the layers of a network.")
     chosen = _solver(family, family.default if solver is None else solver, budget, options)
@@ -215,6 +220,7 @@ def _finished(
 
 def _solver(family: SolverFamily, solver: str | Solver, budget: Budget, options: dict[str, object]) -> Solver:
     require_budget(budget)
+    _require_name_or_function("solver", solver)
     if not isinstance(solver, str):
         if options:
             raise ProblemError(
@@ -257,16 +263,20 @@ def require_known_refinement(refine: str | Refinement | None) -> None:
 
 
 def _require_name_or_function(argument: str, value: object) -> None:
-    if not (isinstance(value, str) or callable(value)):
+    if isinstance(value, type) or not (isinstance(value, str) or callable(value)):
         raise ProblemError(f"{argument} must be a name or a function such as iobs.ADMM(), got {value!r}.")
 
 
 def _refinement(family: SolverFamily, refine: str | Refinement | None) -> Refinement | None:
-    if refine is None or not isinstance(refine, str):
+    if refine is None:
+        return None
+    _require_name_or_function("refine", refine)
+    if not isinstance(refine, str):
         return refine
     if refine not in family.refinements:
-        names = ", ".join(sorted(family.refinements)) or "none"
-        raise ProblemError(f"There is no refinement {refine!r} for this pattern; choose one of {names}.")
+        names = ", ".join(sorted(family.refinements))
+        ways = f"choose one of {names}" if names else "it has none: leave refine out"
+        raise ProblemError(f"There is no refinement {refine!r} for this pattern; {ways}.")
     return family.refinements[refine]()
 
 

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypedDict
 
 import numpy as np
@@ -17,7 +18,7 @@ from sklearn.model_selection import BaseCrossValidator, GroupKFold, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, is_a
 from iobs.optimize.estimators.plots import path_figure
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.base import Objective
@@ -217,8 +218,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             sample_groups: labels of the samples; those of one label are in the same fold.
             from_zero: fit every k from 0 also where k is a number.
         """
-        if not (np.isfinite(self.ridge) and self.ridge >= 0):
-            raise ProblemError(f"ridge must be finite and not negative, got {self.ridge}.")
+        if not (is_a(Real, self.ridge) and np.isfinite(self.ridge) and self.ridge >= 0):
+            raise ProblemError(f"ridge must be a finite number, not negative, got {self.ridge!r}.")
         features, samples = data.X.shape[1], self._sample_count(data)
         objective = self._objective(data)
         groups = self._groups(objective, features)
@@ -407,7 +408,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
                 raise ProblemError(f"max_k must be a whole number of at least 0, got {self.max_k!r}.")
             usual = max(1, min(50, int(samples / max(1.0, 2 * np.log(max(samples, 2.0))))))
             return list(range(min(choices, usual if self.max_k is None else self.max_k) + 1))
-        if not isinstance(self.k, (int, np.integer)) or not 0 <= self.k <= choices:
+        if not is_a(Integral, self.k) or not 0 <= self.k <= choices:
             raise ProblemError(
                 f"k must lie between 0 and the {choices} that can be chosen "
                 f"(n_features = {self.n_features_in_}), got {self.k!r}."

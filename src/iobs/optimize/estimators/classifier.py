@@ -67,7 +67,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         self.classes_: Labels
         self.classes_, numbers = np.unique(target, return_inverse=True)
         if self.classes_.size < 2:
-            raise ProblemError(f"A classifier needs at least two classes, got only one class: {self.classes_[0]!r}.")
+            (label,) = self.classes_.tolist()
+            raise ProblemError(f"A classifier needs at least two classes, got only one class: {label!r}.")
         return np.asarray(numbers, dtype=np.float64)
 
     def decision_function(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:

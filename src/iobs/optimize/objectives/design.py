@@ -300,6 +300,8 @@ def _wrap(matrix: MatrixLike | Design) -> Design:
         return DenseDesign(matrix)  # the most frequent case; the checks below take longer than a small fit's algebra
     if isinstance(matrix, (DenseDesign, SparseDesign, TorchDesign, CentredDesign)):
         return matrix
+    if isinstance(matrix, torch.Tensor | sp.sparray | sp.spmatrix):
+        _require_real(matrix.dtype, "design matrix")
     if isinstance(matrix, torch.Tensor):
         if matrix.ndim != 2:
             raise ProblemError(f"The design matrix must be two-dimensional, got shape {tuple(matrix.shape)}.")
@@ -308,6 +310,7 @@ def _wrap(matrix: MatrixLike | Design) -> Design:
         return SparseDesign(matrix.astype(np.float64) if matrix.dtype.kind != "f" else matrix)
     try:
         array = np.asarray(matrix)
+        _require_real(array.dtype, "design matrix")
         array = array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise ProblemError(f"The design matrix holds something that is not a number ({error}).") from None
@@ -316,6 +319,16 @@ def _wrap(matrix: MatrixLike | Design) -> Design:
             f"The design matrix must be two-dimensional, got shape {array.shape}; one column is X[:, None]."
         )
     return DenseDesign(array)
+
+
+def _require_real(dtype: object, name: str) -> None:
+    """Raise unless a dtype of NumPy or torch is real: a conversion would drop imaginary parts.
+
+    Raises:
+        ProblemError: it is complex.
+    """
+    if "complex" in str(dtype):
+        raise ProblemError(f"The {name} holds complex numbers; give real ones.")
 
 
 def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array:
@@ -332,6 +345,7 @@ def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array
     """
     if type(values) is not np.ndarray and isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
+    _require_real(getattr(values, "dtype", None), name)
     try:
         vector = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:

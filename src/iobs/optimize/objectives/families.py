@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import cached_property
+from numbers import Real
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 from scipy.special import expit, gammaln, psi, xlogy
 
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives import centring
 from iobs.optimize.objectives import design as designs
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike
@@ -233,8 +234,8 @@ class Tweedie(LogLink):
     """
 
     def __init__(self, X: MatrixLike, y: VectorLike, *, power: float = 1.5, **options: Unpack[Options]) -> None:
-        if not 1 < power < 2:
-            raise ProblemError(f"The power must lie between 1 and 2, got {power}; use Poisson for 1 and Gamma for 2.")
+        if not (is_a(Real, power) and 1 < power < 2):
+            raise ProblemError(f"The power must lie between 1 and 2, got {power!r}; use Poisson for 1 and Gamma for 2.")
         self.power = power
         super().__init__(X, y, **options)
 
@@ -283,8 +284,8 @@ class NegativeBinomial(LogLink):
     """
 
     def __init__(self, X: MatrixLike, y: VectorLike, *, alpha: float = 1.0, **options: Unpack[Options]) -> None:
-        if not (alpha > 0 and np.isfinite(alpha)):
-            raise ProblemError(f"alpha must be positive, got {alpha}; use Poisson for 0.")
+        if not (is_a(Real, alpha) and alpha > 0 and np.isfinite(alpha)):
+            raise ProblemError(f"alpha must be positive, got {alpha!r}; use Poisson for 0.")
         self.alpha = alpha
         super().__init__(X, y, **options)
 

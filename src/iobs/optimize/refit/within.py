@@ -31,8 +31,8 @@ class Bounds:
         """
         if lower is None and upper is None:
             return None
-        low = _vector(lower, "lower", features, -np.inf)
-        high = _vector(upper, "upper", features, np.inf)
+        low = _vector(lower, "lower bounds", features, -np.inf)
+        high = _vector(upper, "upper bounds", features, np.inf)
         if (low > 0).any() or (high < 0).any():
             wrong = int(np.flatnonzero((low > 0) | (high < 0))[0])
             raise ProblemError(
@@ -70,6 +70,6 @@ def _vector(values: float | VectorLike | None, name: str, features: int, free: f
         return np.full(features, free)
     array = np.full(features, values, dtype=np.float64) if np.ndim(values) == 0 else np.asarray(values, np.float64)
     if np.isnan(array).any():
-        raise ProblemError(f"{name} holds NaN; use infinity where there is no bound.")
+        raise ProblemError(f"The {name} hold NaN; use infinity where there is no bound.")
     _ = as_vector(np.where(np.isfinite(array), array, 0.0), name, features)  # the length
     return array
