@@ -15,10 +15,11 @@ from iobs.data.encoding import Coding, Problems, encoded
 from iobs.data.table_files import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
+from iobs.optimize.objectives.families import FAMILIES
 
 _SURVIVAL = ("event_times", "cumulative_hazard")
 FORMAT = "iobs regression 1"
-LOSSES = ("squared", "logistic", "poisson", "gamma", "tweedie", "negative_binomial", "cox")  # a log link from the third
+LOSSES = ("squared", "logistic", *FAMILIES, "cox")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +15,11 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import Labels, Observations, SparseEstimator
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
-from iobs.optimize.objectives.families import Family, Gamma, Logistic, NegativeBinomial, Poisson, Tweedie
+from iobs.optimize.objectives.families import FAMILIES, Family, Logistic
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.objectives.tabled import MultiResponse, Tabled
 from iobs.optimize.refit.newton import Fit
 
-Loss = Literal["squared", "poisson", "gamma", "tweedie", "negative_binomial"]
-FAMILIES: dict[str, type[Family]] = {
-    "poisson": Poisson,
-    "gamma": Gamma,
-    "tweedie": Tweedie,
-    "negative_binomial": NegativeBinomial,
-}
 _LARGEST = 700.0  # the largest margin whose exponential is finite
 
 
@@ -62,7 +55,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         noise_: estimated standard deviation of the noise; square root of the dispersion of other families.
     """
 
-    loss: Loss | Callable[..., Family] = "squared"
+    loss: str | Callable[..., Family] = "squared"
 
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Predicted targets (n,), with the offset (n,) of the new samples; zero if not given."""

@@ -323,3 +323,12 @@ class NegativeBinomial(LogLink):
     def dispersion(self, theta: Array, freedom: float) -> float:
         """1: alpha is given."""
         return 1.0
+
+
+# Those with a log link, by the names that estimators, the command line and files of models know.
+FAMILIES: dict[str, type[Family]] = {
+    "poisson": Poisson,
+    "gamma": Gamma,
+    "tweedie": Tweedie,
+    "negative_binomial": NegativeBinomial,
+}
