@@ -32,6 +32,7 @@ BLOCK = 64  # columns of a word of the mask
 PADDING = 64  # bytes behind the values: kernels read whole registers
 MOST_COLUMNS = 1 << 16  # of a 16-bit index
 _INDEX_STEP = 16  # entries of a row are a multiple of this
+_ENTRIES = {"bf16": torch.bfloat16, "int8": torch.int8}  # dtypes of the formats that store every entry
 _BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a stored value
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)  # set bits of a byte
 _STEP, _FEW_ROWS = 18, 4  # level of one step of a grid: 7 steps are 126; rows that are tried first
@@ -79,12 +80,8 @@ class StoredMatrix:
         tensors = self.tensors
         if self.format == "index-bf16":
             return self._from_indices(first, last)
-        if self.format == "bf16":
-            whole = tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
-            return whole[first:last, : self.columns].float()
-        if self.format == "int8":
-            codes = tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, wide)[first:last].float()
-            return self._scaled(codes, first, last)
+        if self.format in _ENTRIES:
+            return self._entries(slice(first, last))
         mask = self._mask(first, last)
         begin, end = int(tensors["starts"][first]), int(tensors["starts"][last])
         stored = tensors["values"][begin:end]
@@ -109,17 +106,19 @@ class StoredMatrix:
         """
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.rows:
             raise IndexError(f"A row number lies outside of 0 to {self.rows - 1}.")
-        wide = self.blocks * BLOCK
-        if self.format == "bf16":
-            whole = self.tensors["values"][: 2 * self.rows * wide].view(torch.bfloat16).view(self.rows, wide)
-            return whole[numbers, : self.columns].float()
-        if self.format == "int8":
-            codes = self.tensors["values"][: self.rows * wide].view(torch.int8).view(self.rows, wide)[numbers]
-            return _scaled(codes.float(), self.tensors["scales"][numbers])[:, : self.columns]
+        if self.format in _ENTRIES:
+            return self._entries(numbers)
         different, places = torch.unique(numbers, return_inverse=True)
         if not len(different):
             return torch.zeros(0, self.columns)
         return torch.cat([self.to_dense(row, row + 1) for row in different.tolist()])[places]
+
+    def _entries(self, rows: slice | Tensor) -> Tensor:
+        """Some rows of a format that stores every entry, as float32."""
+        whole = self.tensors["values"][:-PADDING].view(_ENTRIES[self.format]).view(self.rows, -1)
+        entries = whole[rows].float()
+        entries = _scaled(entries, self.tensors["scales"][rows]) if self.quantised else entries
+        return entries[:, : self.columns]
 
     def _mask(self, first: int, last: int) -> Tensor:
         """The mask of some rows, (last - first, filled columns)."""
@@ -369,7 +368,7 @@ def require_valid(matrix: StoredMatrix) -> None:
         require(tensor.dtype == dtype and fits and tensor.is_contiguous() and tensor.device.type == "cpu", name)
     length = len(tensors["values"]) - PADDING
     if "starts" not in shapes:
-        require(length == rows * blocks * BLOCK * (2 if matrix.format == "bf16" else 1), "values")
+        require(length == rows * blocks * BLOCK * _ENTRIES[matrix.format].itemsize, "values")
         return
     starts = tensors["starts"]
     inside = bool(((starts >= 0) & (starts <= length)).all())  # else differences could overflow
