@@ -167,6 +167,9 @@ def test_certify_raises_if_fit_or_k_is_invalid(rng):
         certify(objective, 2, fit=minimize(objective, 2))
     with pytest.raises(ProblemError, match="integer"):
         certify(objective, 2.0)
+    for limit in ({"gap": -1.0}, {"gap": np.nan}, {"seconds": -1}, {"max_nodes": -1}):
+        with pytest.raises(ProblemError, match="must not be negative"):
+            certify(objective, 2, **limit)
 
 
 @pytest.mark.parametrize("seed", range(3))

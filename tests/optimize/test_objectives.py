@@ -121,6 +121,7 @@ def test_objectives_raise_with_the_column_of_bad_entries(kind, bad, storage):
         (lambda X, y: Poisson(X, -y), "non-negative"),
         (lambda X, y: from_torch(lambda t: t, 3).value(np.ones(3)), "one number"),
         (lambda X, y: from_torch(lambda t: t.sum(), 0), "at least one"),
+        (lambda X, y: from_torch(lambda t: t.sum(), 2.5), "at least one"),
     ],
 )
 def test_objectives_raise_if_arguments_are_invalid(make, message):

@@ -144,3 +144,5 @@ def test_what_cannot_be_fitted_is_refused(table):
         SparseCox(2).fit(X, y * [1, 0])
     with pytest.raises(ProblemError, match="k must"):
         SparseCox(99).fit(X, y)
+    with pytest.raises(ProblemError, match=r"shape \(n, 2\)"):
+        SparseCox(2).fit(X, y).score(X, y[:, 0])

@@ -50,7 +50,7 @@ class StoredProduct:
         kernels = _kernels(self.level)
         self._kernel: Callable[..., None] | None = kernels[0].get(matrix.format)
         self._unpack: Callable[..., None] | None = kernels[1].get(matrix.format)
-        if self._kernel is not None:
+        if self._kernel is not None or self._unpack is not None:
             self._addresses, self._kept = addresses_of(matrix, self.level)
 
     def __call__(self, inputs: Tensor) -> Tensor:

@@ -139,9 +139,12 @@ def certify(
 
     Raises:
         ProblemError: f is not quadratic; above 4,096 coordinates f is no least squares, has forced coordinates, or the
-            time is too short to see all columns; `fit` is not a `Fit` of at most k coordinates.
+            time is too short to see all columns; a limit is negative or NaN; `fit` is not a `Fit` of at most k
+            coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
+    if not (gap >= 0 and seconds >= 0 and max_nodes >= 0):
+        raise ProblemError(f"gap, seconds and max_nodes must not be negative, got {gap}, {seconds} and {max_nodes}.")
     if isinstance(objective, Quadratic):
         objective = QuadraticObjective.of(objective)
     if not objective.quadratic:

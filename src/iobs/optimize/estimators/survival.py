@@ -62,6 +62,16 @@ def baseline(times: Array, events: Array, weights: Array, margin: Array) -> tupl
         return event_times, np.exp(logs)
 
 
+def _require_times_and_events(y: npt.ArrayLike) -> None:
+    """Raise unless y has two columns.
+
+    Raises:
+        ProblemError: it has another shape.
+    """
+    if np.ndim(y) != 2 or np.shape(y)[1] != 2:
+        raise ProblemError(f"SparseCox needs y of shape (n, 2), times and events, got {np.shape(y)}.")
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
 class SparseCox(SparseEstimator):
     """Cox's proportional hazards model on exactly k features, for times that may be censored.
@@ -102,8 +112,7 @@ class SparseCox(SparseEstimator):
     def _observe(
         self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None
     ) -> Observations:
-        if np.ndim(y) != 2 or np.shape(y)[1] != 2:
-            raise ProblemError(f"SparseCox needs y of shape (n, 2), times and events, got {np.shape(y)}.")
+        _require_times_and_events(y)
         return super()._observe(X, y, sample_weight, offset)
 
     def _store(self, data: Observations, path: ChosenPath) -> None:
@@ -127,6 +136,7 @@ class SparseCox(SparseEstimator):
 
     def score(self, X: MatrixLike, y: npt.ArrayLike) -> float:
         """Harrell's concordance: the share of comparable pairs in which the earlier event has the larger hazard."""
+        _require_times_and_events(y)
         times, events = np.asarray(y, dtype=np.float64).T
         return concordance(times, events, self.predict(X))
 

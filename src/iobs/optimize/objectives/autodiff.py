@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 
 import numpy as np
 import torch
 
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 
@@ -16,8 +17,8 @@ class TorchObjective(Objective):
     """A twice differentiable f: (d,) tensor -> scalar tensor; see `from_torch`."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], dimension: int, dtype: torch.dtype) -> None:
-        if dimension < 1:
-            raise ProblemError(f"A function needs at least one variable, got d = {dimension}.")
+        if not is_a(Integral, dimension) or dimension < 1:
+            raise ProblemError(f"A function needs a whole number of at least one variable, got d = {dimension}.")
         self.function = function
         self.dimension = dimension
         self.dtype = dtype
