@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,20 +9,16 @@ from functools import cached_property
 
 from torch import nn
 
-from iobs.errors import ModelError, NonFiniteError, first_line, is_out_of_memory
+from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
 from iobs.pruning.descent.augment import copies, suited
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.sampled_text import sampled_text, windows_to_sample
+from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction, Recipe
 from iobs.pruning.samples.subsets import Samples
-
-NOT_COPIED = (
-    "The dense model cannot be copied, because a module holds an attribute besides parameters and buffers that cannot "
-    "be copied: {}. Remove it, and prune again."
-)
 
 
 class Scoring:
@@ -66,7 +61,7 @@ class Scoring:
         self.model, self.fit, self.heldout = model, fit, heldout
         self.steps = recipe.rounds.finetune, recipe.finetune
         self.seed, self._chain, self._note = seed, chain, note
-        self.reference = (reference or dense_copy(model)) if needs_reference(recipe) else None
+        self.reference = (reference or frozen_copy(model, fit)) if needs_reference(recipe) else None
         self._suited: dict[bool, Augmentation | None] = {}  # key: samples may be mixed
         self.name, self.loss = self.loss_of(self.steps[0])
 
@@ -169,25 +164,21 @@ class Scoring:
     # ---- models
     def current_copy(self) -> nn.Module:
         """A copy of the current model, made from the reference: after gradient steps a model may not be copyable."""
-        current = copy.deepcopy(self.reference)
-        assert current is not None
+        assert self.reference is not None
+        current = copied(self.reference)
         for (_, value), (_, now) in zip(state(current), state(self.model), strict=True):
             put(value, now)
         return current
 
 
-def dense_copy(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model.
+def frozen_copy(model: nn.Module, samples: Samples) -> nn.Module:
+    """A frozen copy of a dense model; the first of the samples shows that it runs its own modules.
 
     Raises:
-        ModelError: an attribute of a module cannot be copied.
+        ModelError: an attribute of a module cannot be copied, or a function on a module runs the original.
     """
-    try:
-        reference = copy.deepcopy(model).eval()
-    except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(NOT_COPIED.format(first_line(error))) from error
+    reference = dense_copy(model).eval()
+    require_own_modules(reference, model, samples.batches[0])
     return reference.requires_grad_(False)
 
 

@@ -21,7 +21,7 @@ from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
-from iobs.pruning.descent.scoring import dense_copy
+from iobs.pruning.descent.scoring import frozen_copy
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.modes import keeping_buffers, replaced_forwards
@@ -127,7 +127,7 @@ class PartRemoval:
         Raises:
             LayerSelectionError: no layer could repair their absence.
         """
-        self.dense = self.store.beside = dense_copy(self.model)
+        self.dense = self.store.beside = frozen_copy(self.model, Samples.of(self.data))
         self.removed = self.parts.choose(self.keep, _Damage(self.model, self.dense, self.data))
         for path, gone in self.removed.items():
             self.callbacks.on_note(f"Removed {self.parts.kind} of {path or 'the model'}: {', '.join(map(str, gone))}.")
