@@ -112,8 +112,7 @@ def project_network(
             _prune_once(workspace, layers, solver, total_kept(layers, level), samples)
             workspace.callbacks.on_measure("stages of the whole network", number, solver.stages)
         workspace.checkpoint.put(key, {layer.name: layer.tensor(workspace.store.model) for layer in layers}, {})
-    # No layers: the quadratic is that of the whole network, so no layer has an error of its own.
-    return RoundRecord(index, sparsity_of(patterns), None, None, [])
+    return RoundRecord(index, sparsity_of(patterns))  # of no layers: they share one quadratic, and have no errors
 
 
 def _prune_once(

@@ -12,7 +12,7 @@ The way of one layer:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -40,6 +40,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
 from iobs.pruning.runtime.checkpoint import Checkpoint
+from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
@@ -57,6 +58,7 @@ class Projection:
         ranks: processes that share the layers of a group.
         masters: float32 weights after gradient steps, by parameter name. Layers without masters are pruned from the
             weights in the model.
+        memory: watch of the peak memory, which every group may raise.
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
         importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
@@ -73,6 +75,7 @@ class Projection:
     checkpoint: Checkpoint
     ranks: Ranks
     masters: dict[str, Tensor]
+    memory: MemoryWatch
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
     importance: Mapping[Layer, Tensor] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Projection:
     record: RoundRecord = field(init=False)
 
     def __post_init__(self) -> None:
-        self.record = RoundRecord(self.index, sparsity_of(self.patterns), None, None, [])
+        self.record = RoundRecord(self.index, sparsity_of(self.patterns))
 
     def at_level(self, patterns: Mapping[Layer, Pattern], level: int, levels: int) -> Projection:
         """One of several projections of the same layers at growing sparsity.
@@ -100,6 +103,12 @@ class Projection:
         last = replace(self, patterns=patterns, recipe=recipe)
         last.record = self.record
         return last
+
+    def project_all(self, groups: Iterable[Group]) -> None:
+        """Prune groups in order; each is pruned before the next one is computed."""
+        for group in groups:
+            self.project(group)
+            self.memory.look()
 
     @torch.no_grad()
     def project(self, group: Group) -> None:

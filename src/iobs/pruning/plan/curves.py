@@ -262,17 +262,31 @@ def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:
 
 
 @contextmanager
-def weights_written(model: nn.Module, weights: Mapping[Layer, Tensor]) -> Iterator[None]:
-    """Context in which some layers have other weights (rows, columns); those of the model are restored on exit."""
+def weights_written(
+    model: nn.Module, weights: Mapping[Layer, Tensor], biases: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Context in which some layers have other weights; those of the model are restored on exit.
+
+    Args:
+        model: the model.
+        weights: (rows, columns), by layer.
+        biases: (rows,), by the name of the parameter.
+    """
     kept = {layer: layer.read(model) for layer in weights}
+    vectors = {model.get_parameter(name).detach(): value for name, value in (biases or {}).items()}
+    kept_vectors = {vector: vector.clone() for vector in vectors}
     with torch.no_grad():
         try:
             for layer, weight in weights.items():
                 layer.write(model, weight)
+            for vector, value in vectors.items():
+                vector.copy_(value)
             yield
         finally:
             for layer, weight in kept.items():
                 layer.write(model, weight)
+            for vector, value in kept_vectors.items():
+                vector.copy_(value)
 
 
 def allocation_record_of(layer: Layer, curve: Curve, keep: int) -> AllocationRecord:

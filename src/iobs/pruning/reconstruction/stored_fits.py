@@ -22,7 +22,7 @@ from iobs.pruning.runtime.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StoredFits:
-    """Entries of one walk along the blocks.
+    """Entries of one reconstruction.
 
     A fit is named by its block and its level. Level None is the fit of the window that ends with the block. A number is
     the fit of the block alone after its projection at that level.
