@@ -21,6 +21,7 @@ from itertools import count
 
 from torch import Tensor
 
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -37,7 +38,7 @@ from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import sparsity_of
-from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
@@ -127,7 +128,8 @@ def project_layers(
     projection = Projection(
         store=workspace.store,
         patterns=patterns,
-        recipe=recipe,
+        settings=recipe.for_layers(patterns),
+        target=TARGETS[recipe.target],
         index=index,
         checkpoint=workspace.checkpoint,
         ranks=workspace.ranks,
@@ -140,7 +142,7 @@ def project_layers(
     sweep = sweep_of(workspace, workspace.portion(index), index)
     if recipe.blocks is not None and sweep.chain:
         Reconstruction(workspace, sweep, projection, recipe.blocks).run()
-    elif workspace.ranks.size == 1 and all(reads_no_data(recipe, pattern) for pattern in patterns.values()):
+    elif workspace.ranks.size == 1 and recipe.reads_weights_only and not any(map(grid_of, patterns.values())):
         sweep = project_by_weights(workspace, projection, sweep)
     else:
         projection.project_all(sweep.groups())

@@ -35,9 +35,9 @@ from iobs.pruning.layerwise.problem import (
     solve_layer,
     solve_together,
 )
-from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.layerwise.targets import TARGETS, Target
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.memory import MemoryWatch
@@ -52,7 +52,8 @@ class Projection:
     Args:
         store: holds the model and its dense weights.
         patterns: of every layer.
-        recipe: solver, refinement, damping, target and rules.
+        settings: solver, refinement and damping of every layer.
+        target: the output that every layer should match.
         index: number of the round, from 0.
         checkpoint: solved layers of a killed run.
         ranks: processes that share the layers of a group.
@@ -70,7 +71,8 @@ class Projection:
 
     store: Store
     patterns: dict[Layer, Pattern]
-    recipe: Recipe
+    settings: Mapping[Layer, LayerSettings]
+    target: Target
     index: int
     checkpoint: Checkpoint
     ranks: Ranks
@@ -96,11 +98,11 @@ class Projection:
             level: number of the projection, from 0.
             levels: number of projections.
         """
-        recipe = self.recipe.but(target="layer") if level else self.recipe
+        target = TARGETS["layer"] if level else self.target
         patterns = {**self.patterns, **patterns}
         if level < levels - 1:
-            return replace(self, patterns=patterns, recipe=recipe, callback=Callback(), level=level)
-        last = replace(self, patterns=patterns, recipe=recipe)
+            return replace(self, patterns=patterns, target=target, callback=Callback(), level=level)
+        last = replace(self, patterns=patterns, target=target)
         last.record = self.record
         return last
 
@@ -156,12 +158,12 @@ class Projection:
         )
 
     def _can_divide(self, layer: Layer) -> bool:
-        """Whether the ranks can solve a layer together."""
-        return can_divide(layer, self.recipe.for_layer(layer.name), self.patterns[layer], self.ranks)
+        """True if the ranks can solve a layer together."""
+        return can_divide(layer, self.settings[layer], self.patterns[layer], self.ranks)
 
     def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
         """Solve the layers on all ranks, together if they can share factorisations, otherwise one by one."""
-        if not can_share(layers, [self.recipe.for_layer(layer.name) for layer in layers]):
+        if not can_share(layers, [self.settings[layer] for layer in layers]):
             yield from (self._solve(self._task(layer), statistics, self.ranks) for layer in layers)
             return
         began = time.perf_counter()
@@ -186,10 +188,10 @@ class Projection:
             layer=layer,
             pattern=self.patterns[layer],
             current=current,
-            target=TARGETS[self.recipe.target].weights(self.store, layer),
-            recipe=self.recipe.for_layer(layer.name),
+            target=self.target.weights(self.store, layer),
+            settings=self.settings[layer],
             # The weights that the user gave have the zeros that `keep_zeros` keeps.
-            zeros=None if not self.recipe.keep_zeros else current if dense is None else dense,
+            zeros=None if not self.settings[layer].keep_zeros else current if dense is None else dense,
             bias=self._bias(layer),
             importance=self.importance.get(layer),
         )
@@ -199,7 +201,7 @@ class Projection:
         name = self.biases.get(layer)
         if name is None:
             return None
-        target = TARGETS[self.recipe.target].biases(self.store, name)
+        target = self.target.biases(self.store, name)
         return self.store.model.get_parameter(name).detach().clone() if target is None else target
 
     def _solve_if_owner(self, layer: Layer, statistics: Statistics, owner: int) -> _Solved:

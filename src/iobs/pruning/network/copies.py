@@ -126,8 +126,8 @@ class _Functions:
             for used in _globals_of(value).values():
                 if not isinstance(used, FunctionType) or used.__globals__ is value.__globals__:
                     yield used
-        elif type(value) in (list, tuple, set):
-            yield from value  # type: ignore[attr-defined]
+        elif type(value) is list or type(value) is tuple or type(value) is set:
+            yield from value
         elif type(value) is dict:
             yield from value.values()
         elif _is_callable_object(value):

@@ -132,7 +132,7 @@ def _chosen_units(workspace: Workspace, widths: dict[str, int], curves: Curves) 
             kept[site.name] = list(range(site.count))
             continue
         problem, labels = joint_quadratic(curves.parts(site, removed))
-        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(workspace.recipe))
+        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(workspace.recipe.solver))
         kept[site.name] = kept_groups(solution.mask, labels).nonzero().flatten().tolist()
         removed[site.name] = sorted(set(range(site.count)) - set(kept[site.name]))
     return kept

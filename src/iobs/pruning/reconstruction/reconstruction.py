@@ -20,6 +20,7 @@ from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.descent.gradients import Streams, Window
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fits import Fits
@@ -138,7 +139,7 @@ class Reconstruction:
         for level in range(levels):
             patterns = {layer: levels_of[max(0, len(levels_of) - levels + level)] for layer, levels_of in grown.items()}
             projection = self.projection.at_level(patterns, level, levels)
-            compared = level == 0 and self.projection.recipe.target != "layer"
+            compared = level == 0 and self.projection.target is not TARGETS["layer"]
             sweep, streams = (self.sweep, [ahead, dense]) if compared else (alone, [ahead])
             sweep.without_input = dict.fromkeys(grown, False) if level else self.sweep.without_input
             with sweep.taking_shortcuts(streams):
