@@ -13,6 +13,7 @@ from torch import nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import keep_count
+from iobs.core.structured import Units
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.additions import captured_additions
@@ -65,6 +66,9 @@ class StoreBesideDense(Store):
         return nullcontext() if self.beside is None else replaced_forwards([(self.model, self.beside.forward)])
 
 
+PARTS: dict[Units, type[Blocks | Experts]] = {"blocks": Blocks, "experts": Experts}
+
+
 class PartRemoval:
     """The removal of blocks or experts from a model.
 
@@ -88,8 +92,7 @@ class PartRemoval:
         units = request.pattern.units
         if request.include is not None or request.ignore is not None:
             raise ProblemError(f'units="{units}" chooses among all of them: leave out include= and ignore=.')
-        self.parts: Blocks | Experts
-        self.parts = Blocks.find(self.model, data[0]) if units == "blocks" else Experts.find(self.model, data)
+        self.parts = PARTS[units].find(self.model, data)
         self.keep = self._kept_count()
         self.parts.require_possible(self.keep)
 
