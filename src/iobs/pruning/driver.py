@@ -177,7 +177,7 @@ def requested(
 
 
 def require_numbers(holdout: object, seed: object) -> None:
-    """Check the share of held-out samples and the seed.
+    """Raise unless the share of held-out samples and the seed are numbers in their ranges.
 
     Raises:
         ProblemError: one of them is no number, or outside its range.
@@ -190,7 +190,7 @@ def require_numbers(holdout: object, seed: object) -> None:
 
 
 def require_seed(seed: object) -> None:
-    """Check the seed.
+    """Raise unless the seed is a whole number that torch takes.
 
     Raises:
         ProblemError: it is no whole number, or outside the range of torch.

@@ -371,5 +371,5 @@ def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) ->
 
 
 def fits(model: nn.Module, layers: Sequence[Layer], recipe: Recipe, device: torch.device) -> bool:
-    """Whether a device has room for a run that holds the whole model there; True for devices other than GPUs."""
+    """True if a device has room for a run that holds the whole model there, as every device but a GPU has."""
     return device.type != "cuda" or resident_bytes(model, layers, recipe) <= free_on(device)

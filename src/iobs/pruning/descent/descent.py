@@ -129,7 +129,7 @@ class Descent:
             return math.inf
 
     def lowers(self, before: float, steps: int, rates: Sequence[float], **options: Any) -> bool:
-        """Whether a run lowers the held-out loss from `before`; a run that does not is undone, and the next rate taken.
+        """True if a run lowers the held-out loss from `before`; a run that does not is undone, and the next rate taken.
 
         Args:
             before: the held-out loss without the steps.

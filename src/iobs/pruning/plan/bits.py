@@ -191,7 +191,7 @@ def _choices(shape: tuple[int, int]) -> list[Choice]:
 
 
 def require_whole(pattern: object, whole: bool) -> None:
-    """Check that a budget of bits is asked of a model that is in memory as a whole.
+    """Raise if a budget of bits is asked of a model that is not in memory as a whole.
 
     Raises:
         ProblemError: it is not.
@@ -204,7 +204,7 @@ def require_whole(pattern: object, whole: bool) -> None:
 
 
 def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:
-    """Check that a budget is enough for the cheapest choices of all layers.
+    """Raise unless a budget is enough for the cheapest choices of all layers.
 
     Raises:
         PatternError: it is not, and the message names the least budget; or there are no layers to divide it among.

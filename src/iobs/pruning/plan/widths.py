@@ -67,7 +67,7 @@ def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Lay
 
 
 def _require_counts(require: Callable[[Mapping[str, int]], None], widths: Mapping[str, int]) -> None:
-    """Check before any layer is solved that the model's class can have the widths together.
+    """Raise, before any layer is solved, unless the model's class can have the widths together.
 
     Raises:
         ModelError: it cannot.

@@ -113,7 +113,7 @@ class Fits:
         )
 
     def _has_gradient(self, window: Window, masters: Masters, name: str) -> bool:
-        """Whether the loss depends on the parameters; a window that computes without gradients is projected only."""
+        """True if the loss depends on the parameters; a window that computes without gradients is projected only."""
         masters.parameters()
         with torch.enable_grad():
             if window.loss(window.streams.fit[0]).requires_grad:

@@ -40,7 +40,7 @@ class StoredFits:
     windows: Mapping[int, range]
 
     def holds(self, stage: int, level: int | None) -> bool:
-        """Check that a fit was stored when the run began."""
+        """True if a fit was stored when the run began."""
         return self._key(stage, level) in self.checkpoint
 
     def put(self, stage: int, level: int | None, values: Mapping[str, Tensor], notes: Sequence[str] = ()) -> None:
