@@ -34,7 +34,7 @@ from iobs.models.output import make_folder
 from iobs.pruning.cost.machines import Machine, Network, Rates, need
 from iobs.pruning.cost.work import solver_cost
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings, Recipe
 from iobs.solvers.kernels.project import project
 
 _PRODUCTS = 20  # repetitions of a product with zeros
@@ -162,11 +162,11 @@ def timed_block(device: torch.device, shrink: int, found: Findings) -> Rates:
     found.timings.append(copied)
     kernel_times(narrow, clock, drawn, found)
     solve, operations = 0.0, 0.0
-    recipe = Recipe(solver="admm")
+    settings = LayerSettings("admm")
     for shape in dict.fromkeys(shapes):
         rows, columns = shape
         weight, inputs = drawn(rows, columns), drawn(2 * columns, columns)
-        taken = solver_cost(recipe, rows, columns).operations
+        taken = solver_cost(settings, rows, columns).operations
         problem = Quadratic.at(weight, inputs.T @ inputs)
         count = shapes.count(shape)
         one_solve = clock.timed(

@@ -24,7 +24,7 @@ BOXES = (
     ),
     (0.5, 3.9, 2.8, "calibration.Sweep", "inputs and Grams", "#f9f1e4"),
     (3.6, 3.9, 2.8, "layerwise.Projection", "quadratic, solver, write", "#f9f1e4"),
-    (0.5, 2.6, 5.9, "reconstruction.Walk", "block by block: project, fit a window, slide on", "#f9f1e4"),
+    (0.5, 2.6, 5.9, "reconstruction.Reconstruction", "block by block: project, fit a window, slide on", "#f9f1e4"),
     (0.0, 1.3, 6.4, "algorithm.finetune", "line 9: gradient steps on float32 masters", "#f5e6d0"),
     (0.0, 0.0, 6.4, "audit, Report", "zeros counted entry by entry; the best record is kept", "#dbe7f5"),
     (7.4, 6.8, 3.0, "store.Store", "where weights live", "#e3efdf"),

@@ -16,7 +16,7 @@ from iobs.pruning.cost import work as cost
 from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.progress import ProgressBar
-from iobs.pruning.recipe import BlockFit
+from iobs.pruning.recipe import BlockFit, LayerSettings
 from iobs.pruning.workspace import Decisions
 
 FORECAST = Forecast((Part("curves", 10, 2.0, once=True), Part("layers", 20, 1.0), Part("steps", 100, 0.5)))
@@ -158,7 +158,7 @@ def test_solver_changes_the_forecast_by_what_it_declares():
 
 @pytest.mark.parametrize("solver", [*iobs.solvers.SOLVERS])
 def test_every_solver_has_a_cost(solver):
-    small, large = (cost.solver_cost(iobs.Recipe(solver=solver), 64, columns) for columns in (64, 128))
+    small, large = (cost.solver_cost(LayerSettings(solver), 64, columns) for columns in (64, 128))
     assert 0 < small.operations < large.operations
     assert 0 < small.bytes < large.bytes
 

@@ -243,11 +243,11 @@ def test_solvers_of_the_whole_network_refuse_gradients_without_room(solver, monk
     with pytest.raises(ProblemError, match=rf"{samples} samples x {weights:,} weights x 4 bytes are"):
         iobs.prune(model, data, 0.5, iobs.Recipe(solver=solver), holdout=0.0)
     monkeypatch.undo()
-    recipe = iobs.Recipe(solver=solver)
+    layers, cpu = find_layers(model), torch.device("cpu")
     for room in (0, 4 * samples * weights):  # 0: the system does not say
         monkeypatch.setattr(projection, "available", lambda room=room: room)
-        projection.require_memory(recipe, find_layers(model), data, 0.0, torch.device("cpu"))
-    projection.require_memory(iobs.Recipe(), find_layers(model), data, 0.0, torch.device("cpu"))
+        projection.require_memory(iobs.Recipe(solver=solver).network_solver, layers, iobs.Rounds(), data, 0.0, cpu)
+    projection.require_memory(None, layers, iobs.Rounds(), data, 0.0, cpu)
 
 
 def test_compare_keeps_the_dense_weights_in_main_memory(gpu):

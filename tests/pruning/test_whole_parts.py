@@ -151,7 +151,7 @@ def test_refit_after_a_removed_block_is_closer_to_the_dense_model():
     candidates = []
     for gone in range(5):
         plain = copy.deepcopy(dense)
-        with Blocks.find(plain, text()[0]).without({"model.layers": [gone]}):
+        with Blocks.find(plain, text()).without({"model.layers": [gone]}):
             candidates.append(gap(plain, dense))
     assert gap(model, dense) < min(candidates)
 
@@ -203,7 +203,7 @@ def mixture_after_a_dense_block():
 
 
 def test_a_block_that_the_class_needs_at_its_place_stays():
-    parts = Blocks.find(mixture_after_a_dense_block(), text()[0])
+    parts = Blocks.find(mixture_after_a_dense_block(), text())
     assert parts.choose(2, iter([0.0, 1.0, 2.0]).__next__) == {"model.layers": [1]}  # not the first, which is dense
 
 
@@ -237,7 +237,7 @@ def test_parts_with_names_are_no_blocks():
     torch.manual_seed(0)
     head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
     model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
-    stacks = Blocks.find(model, torch.randn(40, 8)).lists
+    stacks = Blocks.find(model, [torch.randn(40, 8)]).lists
     assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
     model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
     iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
@@ -254,7 +254,7 @@ def test_blocks_of_conv1d_and_blocks_that_end_in_a_norm_are_removed(build, tmp_p
     model = build()
     iobs.prune(model, text(), iobs.Structured(0.25, units="blocks"), "one-shot")
     assert model.config.num_hidden_layers == 3
-    assert len(Blocks.find(require_loaded(model, tmp_path), text()[0]).rests) == 3
+    assert len(Blocks.find(require_loaded(model, tmp_path), text()).rests) == 3
 
 
 @pytest.mark.parametrize(

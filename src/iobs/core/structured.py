@@ -71,7 +71,8 @@ class Structured:
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
         require_known_runtime(self.runtime)
         if self.units not in get_args(Units):
-            raise PatternError(f'units must be "auto", "stream", "blocks" or "experts", got {self.units!r}.')
+            names = ", ".join(f'"{name}"' for name in get_args(Units))
+            raise PatternError(f"units must be one of {names}; got {self.units!r}.")
         if self.whole and (self.of != "macs" or self.multiple_of > 1 or self.uniform is not None):
             raise PatternError(
                 f'units="{self.units}" removes a share of their number: leave out `of`, multiple_of and uniform.'
@@ -80,7 +81,7 @@ class Structured:
     @property
     def whole(self) -> bool:
         """True if blocks or experts are removed, and widths stay as they are."""
-        return self.units in ("blocks", "experts")
+        return self.units not in ("auto", "stream")
 
     @classmethod
     def read(cls, text: str, sparsity: float) -> Structured:

@@ -24,7 +24,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     decisions    choices of the run itself: rounds, learning rates
     plan         what every layer keeps: damages in nats, divided under one budget of zeros, bits or units
     baselines    published one-shot pruners of a whole model
-    reconstruction  a walk along the blocks: fits of windows towards the dense outputs
+    reconstruction  block by block: projections, and fits of windows towards the dense outputs
     cost         time and memory that a run will take
     blockwise    stores of models of which one or two blocks are on the device at a time
     algorithm    Algorithm 2: the loop over rounds and layers

@@ -4,22 +4,24 @@ Every run uses this loop. It reads and writes these objects:
 
     workspace.store      the weights of the model (`store.py`)
     workspace.recipe     the settings of the run (`recipe/`)
-    plan            the pattern of every layer, from `allocate` (`plan/allocate.py`)
+    plan                 the pattern of every layer, from `allocate` (`plan/allocate.py`)
     workspace.decided    rounds, optimizers and learning rates (`decisions/`)
-    Projection      the mask and the weights of every layer (`layerwise/projection.py`)
-    Report          the result, with all decisions (`report.py`)
+    Sweep                the walk along the blocks: layers in order, with their inputs (`calibration/sweep.py`)
+    Projection           the mask and the weights of every layer (`layerwise/projection.py`)
+    Report               the result, with all decisions (`report.py`)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
 from torch import Tensor
 
+from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -36,7 +38,7 @@ from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import sparsity_of
-from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, reads_no_data
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
 from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
@@ -44,7 +46,7 @@ from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Census, Selection
 from iobs.pruning.plan.allocate import allocate
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.walk import Walk
+from iobs.pruning.reconstruction.reconstruction import Reconstruction
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,
@@ -71,19 +73,17 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
         ends: tell the callbacks of the end; False if the caller changes the model further, and tells them itself.
     """
     started, census = time.perf_counter(), Census.of(workspace.store.model)
-    with workspace.store.running(
-        workspace.request.patterns, workspace.memory
-    ):  # restores the dense weights on any failure
+    # On any failure this restores the dense weights.
+    with workspace.store.running(workspace.request.patterns, workspace.memory):
         dense, foretell = prepare(workspace, census), forecaster(workspace)
         plan, allocation = allocate(workspace)
-        _ = workspace.importance  # measured on the dense model
+        importance = workspace.importance  # of the dense model, so before the first projection
         workspace.store.set_patterns(plan)
         best = Best(workspace, plan)
         descent: Descent | None = None
         for index in count():
-            record = project(
-                workspace, scheduled(plan, workspace.decided.rounds, index), index, descent
-            )  # lines 3 to 8
+            patterns = scheduled(plan, workspace.decided.rounds, index)
+            record = project(workspace, patterns, importance, index, descent)  # lines 3 to 8
             best.consider(record)
             if index == 0:
                 workspace.decided = replace(workspace.decided, rounds=decide_growth(workspace))
@@ -105,47 +105,51 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
         return report
 
 
-def project(workspace: Workspace, patterns: Plan, index: int, descent: Descent | None) -> RoundRecord:
-    """Prune every layer in the order of the forward pass, then measure the model (lines 3 to 8)."""
+def project(
+    workspace: Workspace, patterns: Plan, importance: Mapping[Layer, Tensor], index: int, descent: Descent | None
+) -> RoundRecord:
+    """Prune every layer, then measure the model (lines 3 to 8)."""
     began, recipe, samples = time.perf_counter(), workspace.recipe_of_round(index), workspace.portion(index)
     if recipe.network_solver is not None:
         record = project_network(workspace, patterns, recipe.network_solver, index)
     else:
         masters = {} if descent is None else descent.groups[0].values
-        biases = workspace.biases if recipe.refits_biases else {}
-        projection = Projection(
-            store=workspace.store,
-            patterns=patterns,
-            recipe=recipe,
-            index=index,
-            checkpoint=workspace.checkpoint,
-            ranks=workspace.ranks,
-            masters=masters,
-            callback=workspace.callbacks,
-            biases=biases,
-            importance=workspace.importance,
-        )
-        sweep = sweep_of(workspace, samples, index)
-        if recipe.blocks is not None and sweep.chain:
-            Walk(workspace, sweep, projection, recipe.blocks).run()
-        elif workspace.ranks.size == 1 and all(reads_no_data(recipe, one) for one in patterns.values()):
-            sweep = project_by_weights(workspace, projection, sweep)
-        else:
-            project_groups(workspace, projection, sweep)
-        handle_layers_without_input(workspace, projection, sweep.without_input)
-        record = projection.record
-        if not recipe.reads_weights_only:
-            note_pruning_by_magnitude(workspace, record)
+        record = project_layers(workspace, patterns, importance, index, masters)
     if recipe.batch_norm == "update":
         update_batch_norm(workspace.store.model, samples)
     return measured(workspace, record, samples, began)
 
 
-def project_groups(workspace: Workspace, projection: Projection, sweep: Sweep) -> None:
-    """Prune the groups of a sweep."""
-    for group in sweep.groups():
-        projection.project(group)
-        workspace.memory.look()
+def project_layers(
+    workspace: Workspace, patterns: Plan, importance: Mapping[Layer, Tensor], index: int, masters: dict[str, Tensor]
+) -> RoundRecord:
+    """Prune the layers one group after another, in one sweep along the blocks, and record them."""
+    recipe = workspace.recipe_of_round(index)
+    projection = Projection(
+        store=workspace.store,
+        patterns=patterns,
+        settings=recipe.for_layers(patterns),
+        target=TARGETS[recipe.target],
+        index=index,
+        checkpoint=workspace.checkpoint,
+        ranks=workspace.ranks,
+        masters=masters,
+        memory=workspace.memory,
+        callback=workspace.callbacks,
+        biases=workspace.biases if recipe.refits_biases else {},
+        importance=importance,
+    )
+    sweep = sweep_of(workspace, workspace.portion(index), index)
+    if recipe.blocks is not None and sweep.chain:
+        Reconstruction(workspace, sweep, projection, recipe.blocks).run()
+    elif workspace.ranks.size == 1 and recipe.reads_weights_only and not any(map(grid_of, patterns.values())):
+        sweep = project_by_weights(workspace, projection, sweep)
+    else:
+        projection.project_all(sweep.groups())
+    handle_layers_without_input(workspace, projection, sweep.without_input)
+    if not recipe.reads_weights_only:
+        note_pruning_by_magnitude(workspace, projection.record)
+    return projection.record
 
 
 def project_by_weights(workspace: Workspace, projection: Projection, sweep: Sweep) -> Sweep:
@@ -157,10 +161,10 @@ def project_by_weights(workspace: Workspace, projection: Projection, sweep: Swee
     everything = not workspace.reenters and any(layer.expert is not None for layer in sweep.layers)
     few = [part if everything else part.first(SHOWN_SAMPLES) for part in (sweep.calibration, sweep.heldout)]
     short = replace(sweep, calibration=few[0], heldout=few[1])
-    project_groups(workspace, projection, short)
+    projection.project_all(short.groups())
     if short.without_input and workspace.reenters:
         short = replace(sweep, layers=tuple(short.without_input))
-        project_groups(workspace, projection, short)
+        projection.project_all(short.groups())
     return short
 
 
@@ -198,8 +202,14 @@ def finetune_last(
     try:
         descent, key = workspace.descent(step, workspace.fit, plan), f"fine-tuning of {step.steps} steps"
         losses = workspace.descend(descent, step, total=step.steps, index=index, key=key)
-        layers, parent = projection.layers, projection.index
-        record = RoundRecord(index, projection.asked, None, None, layers, losses, 0.0, "finetune", parent)
+        record = RoundRecord(
+            index,
+            projection.asked,
+            layers=projection.layers,
+            step_losses=losses,
+            kind="finetune",
+            parent=projection.index,
+        )
         return measured(workspace, record, workspace.fit, began)
     except NonFiniteError as error:
         workspace.note(f"The fine-tuning of {step.steps} steps is left out: {error}")

@@ -132,7 +132,7 @@ def prune(
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.check(collected, selection, holdout)
                 store.require_space(checkpoint)
-                require_memory(request.recipe, selection.layers, collected, holdout, store.device)
+                require_memory(chosen.network_solver, selection.layers, chosen.rounds, collected, holdout, store.device)
                 request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
                 frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
                 return run(Workspace.of(store, request, selection, collected, every_callback, frozen))
@@ -168,7 +168,7 @@ def requested(
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
-    require_solvable(recipe, patterns)
+    require_solvable(recipe.for_layers(patterns), patterns)
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
     if isinstance(pattern, Budget):
         require_budget(pattern, [layer.shape for layer, of_layer in patterns.items() if of_layer is pattern])
@@ -177,7 +177,7 @@ def requested(
 
 
 def require_numbers(holdout: object, seed: object) -> None:
-    """Check the share of held-out samples and the seed.
+    """Raise unless the share of held-out samples and the seed are numbers in their ranges.
 
     Raises:
         ProblemError: one of them is no number, or outside its range.
@@ -190,7 +190,7 @@ def require_numbers(holdout: object, seed: object) -> None:
 
 
 def require_seed(seed: object) -> None:
-    """Check the seed.
+    """Raise unless the seed is a whole number that torch takes.
 
     Raises:
         ProblemError: it is no whole number, or outside the range of torch.

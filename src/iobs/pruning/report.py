@@ -117,9 +117,9 @@ class RoundRecord:
 
     index: int
     asked: float
-    loss_calibration: float | None
-    loss_heldout: float | None
-    layers: list[LayerRecord]
+    loss_calibration: float | None = None
+    loss_heldout: float | None = None
+    layers: list[LayerRecord] = field(default_factory=list)
     step_losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     kind: Literal["projection", "finetune"] = "projection"

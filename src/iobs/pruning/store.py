@@ -66,7 +66,7 @@ class Store(Residency):
         return nullcontext()
 
     def require_possible(self, recipe: Recipe) -> None:
-        """Check that the recipe works with the part of the model that is in memory at one time.
+        """Raise unless the recipe works with the part of the model that is in memory at one time.
 
         Raises:
             ProblemError: it does not; the message names the settings.

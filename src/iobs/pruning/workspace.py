@@ -21,7 +21,7 @@ from iobs.pruning.descent.gradients import LossGradient, ModelLoss
 from iobs.pruning.descent.masters import Masters
 from iobs.pruning.descent.optimizers import RateSchedule
 from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling, with_sampled_text
-from iobs.pruning.descent.scoring import Scoring
+from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
@@ -160,15 +160,18 @@ class Workspace:
             self.fit = with_sampled_text(self.store.model, self.fit, copies, seed, self._known_windows)
         self.scoring = None
         if self.store.whole and recipe.compares:
+            model, reference = self.store.model, self.store.dense_model
+            if recipe.needs_dense_model and reference is None:
+                reference = frozen_copy(model, self.fit)
             self.scoring = Scoring(
-                self.store.model,
+                model,
                 self.fit,
                 self.heldout,
-                recipe,
+                (recipe.rounds.finetune, recipe.finetune),
                 self.request.seed,
                 lambda: self.chain,
                 self.callbacks.on_note,
-                self.store.dense_model,
+                reference if recipe.needs_dense_model else None,
             )
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))

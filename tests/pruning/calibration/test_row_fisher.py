@@ -18,6 +18,7 @@ from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
 from iobs.pruning.layerwise.problem import Task, solve_layer, solve_together
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
+from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -186,7 +187,7 @@ def test_the_weighted_error_of_the_rows_is_least(seed):
     gram.add(inputs[None])
     gram.finish()
     rows = torch.tensor([0.1, 1.0, 1.9], dtype=torch.float64)
-    task = Task(layer, Unstructured(keep=4), weight, None, iobs.Recipe(solver="exact", damping=0.0), importance=rows)
+    task = Task(layer, Unstructured(keep=4), weight, None, LayerSettings("exact", damping=0.0), importance=rows)
     least = enumerated(weight, gram.own[0], rows, 4)
     for solutions in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
         change = solutions[0].weight - weight
@@ -208,7 +209,7 @@ def test_rows_that_matter_more_keep_more_entries_on_a_grid(solver):
     gram.finish()
     rows = torch.tensor([0.01, 0.01, 1.99, 1.99], dtype=torch.float64)
     pattern = Unstructured(0.5) & iobs.Grid(4, 8)
-    task = Task(layer, pattern, weight, None, iobs.Recipe(solver=solver), importance=rows)
+    task = Task(layer, pattern, weight, None, LayerSettings(solver), importance=rows)
     for (found,) in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
         kept = found.mask.sum(1)
         assert int(kept.sum()) == 32

@@ -42,7 +42,13 @@ def counted(layer, kind, recipe, residency):
     tensors += [one.drift.own for one in grams if one.drift is not None]
     tensors = [] if kind.parks(layer) else tensors
     with TensorBytes().hold(*(tensor for tensor in tensors if tensor is not None)) as solving:
-        task = Task(layer, Unstructured(0.5), weight.clone(), weight.clone() if kind.pairs else None, recipe)
+        task = Task(
+            layer,
+            Unstructured(0.5),
+            weight.clone(),
+            weight.clone() if kind.pairs else None,
+            recipe.for_layer(layer.name),
+        )
         solved = torch.cat([one.weight for one in solve_layer(task, found)])
         relative_output_error(found.calibration, solved, weight, energy=energy)
     return gathering.peak, solving.peak

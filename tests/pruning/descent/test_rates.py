@@ -5,7 +5,7 @@ import math
 import pytest
 
 from iobs.errors import NonFiniteError
-from iobs.pruning.descent import rates
+from iobs.pruning.descent.optimizers import OPTIMIZERS, Factored, OptimizerKind
 from iobs.pruning.descent.rates import RateTrials, boldest, try_rates, useful_rate
 from iobs.pruning.runtime.checkpoint import Checkpoint
 
@@ -55,8 +55,8 @@ class Quadratic:
 )
 def test_lower_rates_are_tried_until_one_gains_where_no_usual_rate_does(monkeypatch, wanted, diverges, tried, rate):
     told = []
-    monkeypatch.setitem(rates._RATES, "factored", (0.01, 0.1, 1.0))
-    monkeypatch.setitem(rates._LOWER_RATES, "factored", (0.004, 0.001, 0.0004))
+    kind = OptimizerKind(Factored, (0.01, 0.1, 1.0), (0.004, 0.001, 0.0004))
+    monkeypatch.setitem(OPTIMIZERS, "factored", kind)
     trials = RateTrials("rate", "factored", 10)
     fit = Quadratic(wanted, diverges)
     found = trials.choose(fit, fit.loss(), Checkpoint(), "key", lambda *given: told.append(given[1:]))

@@ -9,6 +9,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
+from iobs.pruning.layerwise.problem import solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan import curves
 from iobs.pruning.plan.counts import Curve, keep_ranges, optimal_counts, within_support
@@ -113,6 +114,23 @@ def test_some_rows_of_a_layer_show_its_errors(monkeypatch):
     assert second == same
     assert sampled != first
     assert sampled == pytest.approx(first, rel=0.2)
+
+
+@pytest.mark.parametrize("rows", [1000, 4])
+def test_curves_weigh_rows_as_the_run_does_also_if_some_rows_stand_for_all(rows, monkeypatch):
+    weighed = []
+
+    def solve(task, statistics):
+        weighed.append(None if task.importance is None else len(task.importance) == len(task.current))
+        return solve_layer(task, statistics)
+
+    monkeypatch.setattr(curves, "CURVE_ROWS", rows)
+    monkeypatch.setattr(curves, "solve_layer", solve)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12))
+    allocation = Allocation("fisher")
+    iobs.prune(model, [torch.randn(40, 6)], 0.5, "one-shot", allocation=allocation, curvature="fisher")
+    assert weighed
+    assert all(weighed)
 
 
 def test_allocation_spares_a_layer_that_overfits_calibration():

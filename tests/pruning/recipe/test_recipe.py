@@ -1,14 +1,22 @@
 """Recipes are values: they compare, change, print, and survive YAML."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 import iobs
+from iobs.core.structured import Units
 from iobs.errors import IOBSError, ProblemError
-from iobs.pruning.recipe import PRESETS, BlockFit, as_recipe
+from iobs.pruning.descent.optimizers import OPTIMIZERS
+from iobs.pruning.descent.scoring import LOSSES
+from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, as_recipe
+from iobs.pruning.recipe.parts import LossName
+from iobs.pruning.recipe.recipe import TargetName
 from iobs.pruning.recipe.text import with_settings
+from iobs.pruning.structured.shortening import PARTS
 
 RECIPES = {
     **PRESETS,
@@ -229,3 +237,11 @@ def test_recipe_refuses_objects_that_are_no_solver():
 def test_but_rounds_of_a_network_solver_takes_no_steps():
     assert iobs.Recipe().but(solver="chita", rounds=3) == iobs.Recipe(solver="chita").but(rounds=3)
     assert iobs.Recipe(solver="chita").but(rounds=3).rounds == iobs.Rounds(3)
+
+
+def test_every_name_of_a_recipe_is_in_the_table_that_defines_it():
+    assert {*get_args(LossName)} == LOSSES.keys()
+    assert {*get_args(TargetName)} == TARGETS.keys()
+    assert {*get_args(Optimizer)} - {"auto"} <= OPTIMIZERS.keys()
+    assert {*get_args(Units)} - {"auto", "stream"} == PARTS.keys()
+    assert Changes.__annotations__.keys() == {field.name for field in fields(iobs.Recipe)}

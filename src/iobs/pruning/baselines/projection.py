@@ -16,7 +16,7 @@ from iobs.pruning.baselines.block_fisher import BlockFisher, cbs, chita, gradien
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import global_sparsity, total_kept
-from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Recipe, WoodFisher
+from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Rounds, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
 from iobs.pruning.runtime.memory import available, free_on
 from iobs.pruning.runtime.ranks import current
@@ -49,13 +49,19 @@ def require_global(pattern: Pattern) -> None:
 
 
 def require_memory(
-    recipe: Recipe, layers: Sequence[Layer], data: Sequence[Batch], holdout: float, device: torch.device
+    solver: NetworkSolver | None,
+    layers: Sequence[Layer],
+    rounds: Rounds,
+    data: Sequence[Batch],
+    holdout: float,
+    device: torch.device,
 ) -> None:
     """Raise unless the gradients of a solver of the whole network fit into the free memory of a device.
 
     Args:
-        recipe: of the run.
+        solver: of the run; None, or one without gradients: nothing is checked.
         layers: the layers to prune.
+        rounds: of the run.
         data: all samples of the run.
         holdout: share of the samples that is held out, in [0, 1).
         device: of the model.
@@ -63,7 +69,6 @@ def require_memory(
     Raises:
         ProblemError: they do not fit; names the bytes.
     """
-    solver, rounds = recipe.network_solver, recipe.rounds
     if solver is None or isinstance(solver, GlobalMagnitude):
         return
     total, weights = sum(map(batches.size, data)), sum(layer.weights for layer in layers)
@@ -112,8 +117,7 @@ def project_network(
             _prune_once(workspace, layers, solver, total_kept(layers, level), samples)
             workspace.callbacks.on_measure("stages of the whole network", number, solver.stages)
         workspace.checkpoint.put(key, {layer.name: layer.tensor(workspace.store.model) for layer in layers}, {})
-    # No layers: the quadratic is that of the whole network, so no layer has an error of its own.
-    return RoundRecord(index, sparsity_of(patterns), None, None, [])
+    return RoundRecord(index, sparsity_of(patterns))  # of no layers: they share one quadratic, and have no errors
 
 
 def _prune_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from iobs.errors import ModelError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.descent.scoring import NOT_COPIED
+from iobs.pruning.network.copies import dense_copy
 from iobs.pruning.network.modes import replaced_forwards, state
 
 
@@ -101,12 +99,7 @@ class MemoryBlocks:
                 shared[id(tensor)] = nn.Parameter(data, False) if isinstance(tensor, nn.Parameter) else data
             elif name not in originals:
                 shared[id(tensor)] = tensor
-        try:
-            dense = MemoryBlocks(copy.deepcopy(self.module, shared), self.device)
-        except (RuntimeError, TypeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelError(NOT_COPIED.format(first_line(error))) from error
+        dense = MemoryBlocks(dense_copy(self.module, shared), self.device)
         copies = dict(_named_tensors(dense.module))
         names = [name for name, tensor in _named_tensors(self.module) if id(tensor) in self._residents]
         dense._residents = {id(copies[name]) for name in names}

@@ -25,7 +25,6 @@ from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.descent.batches import in_steps
-from iobs.pruning.descent.scoring import needs_reference
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
@@ -368,9 +367,9 @@ def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) ->
     steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
     everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
     changed = whole if everything else sum(tensors[name].nbytes for name in {layer.key for layer in layers})
-    return whole + 2 * changed + (whole if recipe.compares and needs_reference(recipe) else 0)
+    return whole + 2 * changed + (whole if recipe.needs_dense_model else 0)
 
 
 def fits(model: nn.Module, layers: Sequence[Layer], recipe: Recipe, device: torch.device) -> bool:
-    """Whether a device has room for a run that holds the whole model there; True for devices other than GPUs."""
+    """True if a device has room for a run that holds the whole model there, as every device but a GPU has."""
     return device.type != "cuda" or resident_bytes(model, layers, recipe) <= free_on(device)

@@ -57,7 +57,7 @@ class Block:
     rest: tuple[object, ...] | None = None
 
     def holds(self, name: str) -> bool:
-        """Whether a module or a parameter is this block or lies inside it."""
+        """True if a module or a parameter is this block or lies inside it."""
         return name == self.path or name.startswith(f"{self.path}.")
 
 
@@ -140,5 +140,5 @@ def version_of(value: Tensor) -> int:
 
 
 def inside(layer: Layer, path: str) -> bool:
-    """Whether a layer is the module at a path or lies inside it."""
+    """True if a layer is the module at a path or lies inside it."""
     return layer.path == path or layer.path.startswith(f"{path}.")

@@ -58,7 +58,7 @@ def exact_chain(
 def running_along_is_exact(
     model: nn.Module, chain: list[Block], data: Sequence[Batch], layers: Sequence[Layer]
 ) -> bool:
-    """Whether the chain gives every layer the same inputs, in its own stage, as the whole model does.
+    """True if the chain gives every layer the same inputs, in its own stage, as the whole model does.
 
     Then blocks pass on nothing but the hidden state. No layer is called from two stages or from a branch between two
     blocks. The output is compared too, for modules that are not pruned. Inputs are compared on the batch of the fewest

@@ -52,7 +52,7 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
 @cache
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of a 16-bit dtype with sums and results in float32."""
+    """True if a device multiplies matrices of a 16-bit dtype with sums and results in float32."""
     if dtype not in _HALVES or device.type != "cuda":
         return False
     ones = torch.ones(1, _PROBED, _PROBED, device=device, dtype=dtype)

@@ -139,7 +139,7 @@ def changing_modules(model: nn.Module, layers: Sequence[Layer], batch: Batch) ->
 
 
 def _changes(module: nn.Module, parent: type[nn.Module], args: Args, kwargs: Kwargs) -> bool:
-    """Whether the product of a module differs from that of its parent class."""
+    """True if the product of a module differs from that of its parent class."""
     try:
         first = (*args, *kwargs.values())[:1]  # the parent takes no further arguments
         with recorded_calls(_PRODUCTS) as plain_calls:
@@ -157,7 +157,7 @@ def _changes(module: nn.Module, parent: type[nn.Module], args: Args, kwargs: Kwa
 
 
 def _same_product(plain: Call, call: Call) -> bool:
-    """Whether two calls multiply the same input with the same weight, up to the bias."""
+    """True if two calls multiply the same input with the same weight, up to the bias."""
     if plain[0] is not call[0]:
         return False
     expected, arguments = (

@@ -142,7 +142,7 @@ def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: 
 
 
 def _holds_more(model: nn.Module, path: str, layer: Layer) -> bool:
-    """Whether a module holds a matrix besides that of a layer; without one a shortcut saves nothing."""
+    """True if a module holds a matrix besides that of a layer; without one a shortcut saves nothing."""
     matrix = model.get_parameter(layer.key)
     return any(value.ndim > 1 and value is not matrix for value in model.get_submodule(path).parameters())
 
@@ -196,7 +196,7 @@ def _is_exact(
     inputs: dict[Layer, Tensor],
     expected: object,
 ) -> bool:
-    """Whether a block with shortcuts gives the same hidden state on a batch, bit for bit."""
+    """True if a block with shortcuts gives the same hidden state on a batch, bit for bit."""
     shortcuts = Shortcuts(candidates, lambda place, index, value: value)
     shortcuts.inputs = {(candidate.layer, index): inputs[candidate.layer] for candidate in candidates}
     try:

@@ -1,4 +1,12 @@
-"""Sweep through a model in execution order; the inputs of every layer come through the layers already pruned."""
+"""Sweep: the one walk along the chain of blocks; every layer gets its inputs through the layers already pruned.
+
+A sweep goes stage by stage (`replay.py`), and yields the layers of each stage in groups with the same input. Who
+receives a group solves its layers before the next group is computed, or only measures them:
+
+    Sweep.groups       all stages: rounds (`algorithm.project_layers`), curves (`plan/curves.py`, `plan/unit_curves.py`)
+    Sweep.through      one stage: `Reconstruction` goes along with one stream more, and leaves blocks later
+    Sweep.groups_of    the groups of one stage once more: the projections of a block at growing sparsity
+"""
 
 from __future__ import annotations
 
@@ -131,11 +139,15 @@ class Sweep:
         streams = self.streams()
         for stage in streams[0].stages:
             self.residency.enter(stage)
-            with self.taking_shortcuts(streams):
-                yield from self.groups_of(streams, stage)
-                if self.without_input or stage < len(self.chain) - 1:
-                    self.advance(streams, stage)
+            yield from self.through(streams, stage)
             (self.residency.leave if self.changes else self.residency.release)(stage)
+
+    def through(self, streams: list[Stream], stage: int) -> Iterator[Group]:
+        """The groups of one stage; afterwards the streams are at the next stage, if a layer there needs them."""
+        with self.taking_shortcuts(streams):
+            yield from self.groups_of(streams, stage)
+            if self.without_input or stage < len(self.chain) - 1:
+                self.advance(streams, stage)
 
     def streams(self) -> list[Stream]:
         """Streams of the model and of the reference, if there is one, at their start."""

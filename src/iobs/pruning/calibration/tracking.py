@@ -50,7 +50,7 @@ class Tracker:
                 total += parameter.numel()
 
     def holds(self, value: object) -> bool:
-        """Whether a tensor shares the memory of a tracked parameter or of a copy of its entries."""
+        """True if a tensor shares the memory of a tracked parameter or of a copy of its entries."""
         if not isinstance(value, Tensor) or not self._homes:
             return False
         place = _storage(value)

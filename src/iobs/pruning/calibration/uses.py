@@ -186,7 +186,7 @@ def _completed(views: Sequence[View], entries: int) -> list[View] | None:
 
 
 def _tiled(views: Sequence[View], parameter: nn.Parameter) -> bool:
-    """Whether the matrices hold every entry of the parameter once."""
+    """True if the matrices hold every entry of the parameter once."""
     if sum(view.shape[0] * view.shape[1] for view in views) != parameter.numel():
         return False
     counts = torch.zeros(parameter.numel(), dtype=torch.int8)

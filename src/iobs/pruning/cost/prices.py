@@ -28,7 +28,7 @@ from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -204,7 +204,14 @@ def _prices_of_solves(
     layer = max(few, key=takes.__getitem__) if few else min(workload.layers, key=takes.__getitem__)
     small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in workload.layers))
     trials = [
-        Trial(shape, _pattern_of_trial(patterns[layer], shape), _recipe_of_trial(recipe, layer), held_out, device)
+        Trial(
+            shape,
+            _pattern_of_trial(patterns[layer], shape),
+            _settings_of_trial(recipe.for_layer(layer.name)),
+            pairs=pairs,
+            held_out=held_out,
+            device=device,
+        )
         for shape in (small_shape, shapes[layer])
     ]
     gram = _price_of_grams(workload, side, pairs, device)
@@ -237,12 +244,11 @@ def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device
     return seconds / (2.0 * rows.numel() * columns * (3 if pairs else 1))
 
 
-def _recipe_of_trial(recipe: Recipe, layer: Layer) -> Recipe:
-    """The recipe of a layer; a solver of the user is not called with made-up layers, SparseGPT stands in for it."""
-    recipe = recipe.for_layer(layer.name)
-    if _is_foreign(recipe.solver):
-        recipe = recipe.but(solver="sparsegpt")
-    return recipe.but(refine=None) if _is_foreign(recipe.refine) else recipe
+def _settings_of_trial(settings: LayerSettings) -> LayerSettings:
+    """The settings of a layer; a solver of the user is not called with made-up layers, SparseGPT stands in for it."""
+    if _is_foreign(settings.solver):
+        settings = replace(settings, solver="sparsegpt")
+    return replace(settings, refine=None) if _is_foreign(settings.refine) else settings
 
 
 def _is_foreign(solver: object) -> bool:
@@ -273,18 +279,26 @@ class Trial:
     Args:
         shape: rows and columns.
         pattern: of the layer.
-        recipe: how to prune.
+        settings: of the layer.
+        pairs: a dense model runs beside the pruned one.
         held_out: held-out samples have a Gram of their own.
         device: of the computations.
     """
 
     def __init__(
-        self, shape: tuple[int, int], pattern: Pattern, recipe: Recipe, held_out: bool, device: torch.device
+        self,
+        shape: tuple[int, int],
+        pattern: Pattern,
+        settings: LayerSettings,
+        *,
+        pairs: bool,
+        held_out: bool,
+        device: torch.device,
     ) -> None:
         self._random, self._device = torch.Generator().manual_seed(0), device
         weight = self._draw(*shape)
-        target = weight + 0.01 * self._draw(*shape) if recipe.target != "layer" else None
-        self._task = Task(Layer("trial", shape), pattern, weight, target, recipe)
+        target = weight + 0.01 * self._draw(*shape) if pairs else None
+        self._task = Task(Layer("trial", shape), pattern, weight, target, settings)
         grams = [self._gram(shape[1], target is not None) for _ in range(2 if held_out else 1)]
         self._statistics = Statistics(grams[0], grams[1] if held_out else None)
 

@@ -22,7 +22,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, row_step
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
-from iobs.pruning.recipe import BlockFit, Recipe, as_allocation
+from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe, as_allocation
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
@@ -168,11 +168,11 @@ def inputs_by_width(layers: Sequence[Layer], blocks: int) -> dict[str, LayerInpu
     return {layer.name: entry(layer) for layer in layers}
 
 
-def solver_cost(recipe: Recipe, rows: int, columns: int) -> SolveCost:
-    """The declared cost of the solver and of the refinement of a recipe, for a matrix."""
+def solver_cost(settings: LayerSettings, rows: int, columns: int) -> SolveCost:
+    """The declared cost of the solver and of the refinement of a layer, for a matrix."""
     solver, refine = (
         table[choice]() if isinstance(choice, str) and choice in table else choice
-        for table, choice in ((SOLVERS, recipe.solver), (REFINEMENTS, recipe.refine))
+        for table, choice in ((SOLVERS, settings.solver), (REFINEMENTS, settings.refine))
     )
     cost = declared_cost(solver, rows, columns)
     if refine is None:
@@ -183,17 +183,17 @@ def solver_cost(recipe: Recipe, rows: int, columns: int) -> SolveCost:
 
 @dataclass(frozen=True)
 class Solves:
-    """Solves of layers with one recipe.
+    """Solves of layers with the same settings.
 
     Args:
-        recipe: solver and refinement.
+        settings: solver and refinement.
         prices: of a machine.
         pairs: a dense model runs beside the pruned one.
         held_out: held-out samples have Grams of their own.
         ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
     """
 
-    recipe: Recipe
+    settings: LayerSettings
     prices: Prices
     pairs: bool = False
     held_out: bool = False
@@ -201,7 +201,7 @@ class Solves:
 
     def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
         """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
-        cost = solver_cost(self.recipe, max(1, round(rows)), columns)
+        cost = solver_cost(self.settings, max(1, round(rows)), columns)
         product, cube = 2.0 * rows * columns**2, columns**3 / 3
         in_gram = product * ((4 if self.pairs else 2) + (2 if self.held_out else 0))
         if self.pairs and self.held_out:
@@ -214,7 +214,7 @@ class Solves:
     def seconds(self, layer: Layer, readers: float = 1.0, rows: float | None = None) -> float:
         """Time of a layer, whose factorisations serve all readers of its input; `rows` of it alone."""
         rows = layer.shape[0] / layer.groups if rows is None else rows
-        prices, divided = self.prices, solves_by_rows(self.recipe)
+        prices, divided = self.prices, solves_by_rows(self.settings)
         single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
         together = single * prices.solve + double * prices.double + loops * prices.loop
         seconds = prices.layer + layer.groups * together / readers
@@ -325,10 +325,10 @@ def _layers(
         shared["outputs of dense blocks"] = one_pass
     by_layer = {}
     for layer in workload.layers:
-        layer_recipe = recipe.for_layer(layer.name)
+        settings = recipe.for_layer(layer.name)
         readers = workload.inputs.get(layer.name, LayerInput()).readers
         first, later = (
-            Solves(layer_recipe, prices, compares, workload.held_out > 0, workload.ranks).seconds(layer, readers)
+            Solves(settings, prices, compares, workload.held_out > 0, workload.ranks).seconds(layer, readers)
             for compares in (pairs, False)
         )
         products = (2 * streams - 1) + masks - 1

@@ -209,13 +209,13 @@ def _with_values(batch: Batch, values: Tensor) -> Batch:
 
 
 def _can_mix(batch: Batch) -> bool:
-    """Check that the input of a batch is one tensor of real numbers."""
+    """True if the input of a batch is one tensor of real numbers."""
     value = _input(batch)
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_image(batch: Batch) -> bool:
-    """Check for images: (samples, height, width), or (samples, 1 to 4 channels, height, width), of 8 pixels or more."""
+    """True for images: (samples, height, width), or (samples, 1 to 4 channels, height, width), of 8 pixels or more."""
     value = _input(batch)
     if not isinstance(value, Tensor) or not value.is_floating_point() or min(value.shape[-2:], default=0) < 8:
         return False

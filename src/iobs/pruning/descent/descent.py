@@ -22,7 +22,7 @@ from torch import Tensor
 from iobs.errors import NonFiniteError
 from iobs.pruning.descent.gradients import Gradient
 from iobs.pruning.descent.masters import Masters
-from iobs.pruning.descent.optimizers import MasterOptimizer, RateSchedule, optimizer_of, share_of_rate
+from iobs.pruning.descent.optimizers import OPTIMIZERS, MasterOptimizer, RateSchedule, share_of_rate
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import Ranks
@@ -37,7 +37,7 @@ class Descent:
 
     Args:
         gradient: computes the gradients of groups of masters.
-        optimizer: its name, as in `optimizer_of`.
+        optimizer: its name in `OPTIMIZERS`.
         order: number of steps before -> the items of all further steps.
         judge: () -> held-out loss, which compares runs.
         ranks: processes that share the items. The gradients of a step are means over the ranks.
@@ -129,7 +129,7 @@ class Descent:
             return math.inf
 
     def lowers(self, before: float, steps: int, rates: Sequence[float], **options: Any) -> bool:
-        """Whether a run lowers the held-out loss from `before`; a run that does not is undone, and the next rate taken.
+        """True if a run lowers the held-out loss from `before`; a run that does not is undone, and the next rate taken.
 
         Args:
             before: the held-out loss without the steps.
@@ -173,7 +173,7 @@ class Descent:
         masters.finish_step()
 
     def _new_optimizers(self) -> list[MasterOptimizer]:
-        return [optimizer_of(self.optimizer, masters.values) for masters in self.groups]
+        return [OPTIMIZERS[self.optimizer].build(masters.values) for masters in self.groups]
 
 
 @dataclass

@@ -86,7 +86,7 @@ class ModelLoss:
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of a walk along the blocks, and the batches that they hold.
+    """The streams of a reconstruction, and the batches that they hold.
 
     Args:
         pruned: hidden states at the first block that is fitted, in the pruned model.

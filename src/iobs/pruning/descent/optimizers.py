@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -45,24 +46,6 @@ class MasterOptimizer(Protocol):
 
     def restore(self, state: Mapping[str, Tensor], taken: int) -> None:
         """Continue from a state after `taken` steps."""
-
-
-def optimizer_of(name: str, masters: Mapping[str, Tensor]) -> MasterOptimizer:
-    """A new optimizer of masters, by name.
-
-    "sgd", "momentum" (Nesterov, 0.9) and "adam" (Kingma and Ba, 2015) are those of fine-tuning, "block adam" is that of
-    windows of blocks, and "factored" that of whole networks block by block.
-    """
-    return Factored(masters) if name == "factored" else TorchOptimizer(masters, _OF_TORCH[name])
-
-
-_OF_TORCH: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=1.0),
-    "momentum": partial(torch.optim.SGD, lr=1.0, momentum=0.9, nesterov=True),
-    "adam": partial(torch.optim.Adam, lr=1.0),
-    # The form for all tensors at once, which torch takes on a GPU, would need another copy of the masters.
-    "block adam": partial(torch.optim.Adam, lr=1.0, betas=_BETAS, foreach=False),
-}
 
 
 class TorchOptimizer:
@@ -160,3 +143,39 @@ class Factored:
             return moments[0]
         rows, columns = moments
         return (rows[:, None] * columns[None] / rows.mean()).reshape(squared.shape)
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer that `Descent` knows by name, and the learning rates that trials compare for it.
+
+    Args:
+        build: makes an optimizer of masters, given by name.
+        rates: ascending.
+        lower_rates: descending, tried where none of the rates gains: wide layers need small rates.
+    """
+
+    build: Callable[[Mapping[str, Tensor]], MasterOptimizer]
+    rates: tuple[float, ...]
+    lower_rates: tuple[float, ...] = ()
+
+
+def _of_torch(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[..., TorchOptimizer]:
+    """The optimizers of a class of torch with some options."""
+    return partial(TorchOptimizer, build=partial(build, lr=1.0, **options))
+
+
+# "sgd", "momentum" (Nesterov) and "adam" (Kingma and Ba, 2015) are those of fine-tuning, "block adam" is that of
+# windows of blocks, and "factored" that of whole networks block by block.
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "sgd": OptimizerKind(_of_torch(torch.optim.SGD), (1e-2, 3e-2, 1e-1, 3e-1, 1.0)),
+    "momentum": OptimizerKind(_of_torch(torch.optim.SGD, momentum=0.9, nesterov=True), (1e-2, 3e-2, 1e-1)),
+    "adam": OptimizerKind(_of_torch(torch.optim.Adam), (5e-5, 2e-4, 8e-4, 3e-3)),
+    "block adam": OptimizerKind(
+        # The form for all tensors at once, which torch takes on a GPU, would need another copy of the masters.
+        _of_torch(torch.optim.Adam, betas=_BETAS, foreach=False),
+        (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+        (3e-5, 1e-5, 3e-6),
+    ),
+    "factored": OptimizerKind(Factored, (5e-5, 2e-4, 8e-4, 3e-3, 8e-3), (1.5e-5, 5e-6)),
+}

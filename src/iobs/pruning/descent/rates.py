@@ -9,19 +9,11 @@ from functools import partial
 
 from iobs.errors import NonFiniteError
 from iobs.pruning.descent.descent import Descent
+from iobs.pruning.descent.optimizers import OPTIMIZERS
 from iobs.pruning.recipe import BlockFit, FineTune, Optimizer
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint
 
-_RATES: dict[str, tuple[float, ...]] = {
-    "adam": (5e-5, 2e-4, 8e-4, 3e-3),
-    "momentum": (1e-2, 3e-2, 1e-1),
-    "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0),
-    "block adam": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-    "factored": (5e-5, 2e-4, 8e-4, 3e-3, 8e-3),
-}
-# Descending, tried where no other rate gains: wide layers need small rates.
-_LOWER_RATES: dict[str, tuple[float, ...]] = {"block adam": (3e-5, 1e-5, 3e-6), "factored": (1.5e-5, 5e-6)}
 _AUTO: tuple[Optimizer, ...] = ("adam", "momentum")
 _LEAST_STEPS = 12  # of a trial
 # A trial takes this share of the steps: much shorter runs need smaller rates.
@@ -51,7 +43,12 @@ class RateTrials:
     @property
     def rates(self) -> tuple[float, ...]:
         """The usual rates, ascending."""
-        return _RATES[self.optimizer]
+        return OPTIMIZERS[self.optimizer].rates
+
+    @property
+    def lower_rates(self) -> tuple[float, ...]:
+        """The rates that are tried where none of the usual ones gains, descending."""
+        return OPTIMIZERS[self.optimizer].lower_rates
 
     @property
     def most_steps(self) -> int:
@@ -74,7 +71,7 @@ class RateTrials:
             return checkpoint.number(f"{key}, trial of {rate:g}", partial(trial, rate))
 
         losses = try_rates(kept_trial, self.rates, before)
-        for rate in _LOWER_RATES.get(self.optimizer, ()):
+        for rate in self.lower_rates:
             if min(losses.values(), default=math.inf) < before:
                 break
             losses |= try_rates(kept_trial, (rate,), before)
@@ -95,7 +92,7 @@ class RateTrials:
             before, checkpoint, key: as in `losses`.
             on_trial: called with (name, number of the trial, count) before every trial.
         """
-        rates = [*self.rates, *_LOWER_RATES.get(self.optimizer, ())]
+        rates = [*self.rates, *self.lower_rates]
 
         def trial(rate: float) -> float:
             descent.undo()

@@ -133,7 +133,7 @@ def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
 
 
 def can_sample(model: nn.Module, part: Samples) -> bool:
-    """Check that a model can continue its calibration samples.
+    """True if a model can continue its calibration samples.
 
     It can if it is a causal model of transformers with a cache of keys and values, and if the samples are windows of
     equal length without padding.
@@ -178,7 +178,7 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
 
 @torch.no_grad()
 def _predicts(model: nn.Module, part: Samples) -> bool:
-    """Check on one window that the model predicts next tokens and keeps keys and values: two tokens are sampled."""
+    """True if the model predicts next tokens and keeps keys and values: two tokens of one window are sampled."""
     window = batches.take(part.batches[0], torch.arange(1))
     assert isinstance(window, Mapping)
     start = window["input_ids"][:, :1].to(next(model.parameters()).device)

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 
-from iobs.errors import ModelError, NonFiniteError, first_line, is_out_of_memory
+from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
 from iobs.pruning.descent.augment import copies, suited
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.sampled_text import sampled_text, windows_to_sample
+from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
-from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction, Recipe
+from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
+from iobs.pruning.recipe.parts import DISTANCES, LossName
 from iobs.pruning.samples.subsets import Samples
 
-NOT_COPIED = (
-    "The dense model cannot be copied, because a module holds an attribute besides parameters and buffers that cannot "
-    "be copied: {}. Remove it, and prune again."
-)
+
+@dataclass(frozen=True)
+class NamedLoss:
+    """A loss of gradient steps that a recipe names.
+
+    Args:
+        text: its name in the report.
+        of: (losses of a run) -> the loss as a function.
+    """
+
+    text: str
+    of: Callable[[Scoring], LossFunction]
+
+
+# `recipe.parts.DISTANCES` has the names of those that are distances to the dense model.
+LOSSES: dict[LossName, NamedLoss] = {
+    "task": NamedLoss("task loss", lambda scoring: task_loss),
+    "kl": NamedLoss("KL to the dense model", lambda scoring: kl_to(scoring.dense)),
+    "block": NamedLoss(
+        "distance of block outputs", lambda scoring: block_distance_to(scoring.dense, scoring.paths_of_blocks)
+    ),
+}
 
 
 class Scoring:
@@ -36,20 +55,15 @@ class Scoring:
         model: the model, still dense.
         fit: calibration samples.
         heldout: held-out samples.
-        recipe: targets, inputs, fine-tuning.
+        steps: fine-tuning between the rounds and after them; None for none.
         seed: of random augmentations.
         chain: () -> blocks of the model.
         note: called with the text of every decision.
-        reference: a frozen dense model, if `model` has lost parts already; None: a copy of the model is made.
+        reference: the dense model, frozen; None if the recipe needs none.
 
     Attributes:
-        steps: fine-tuning between the rounds and after them; None for none.
-        reference: frozen copy of the dense model; None if nothing in the recipe needs it.
         name: of the loss, for the report.
         loss: the loss as a function.
-
-    Raises:
-        ModelError: the recipe needs a copy of the dense model, and the model cannot be copied.
     """
 
     def __init__(
@@ -57,16 +71,14 @@ class Scoring:
         model: nn.Module,
         fit: Samples,
         heldout: Samples,
-        recipe: Recipe,
+        steps: tuple[FineTune | None, FineTune | None],
         seed: int,
         chain: Callable[[], list[Block]],
         note: Callable[[str], None],
-        reference: nn.Module | None = None,
+        reference: nn.Module | None,
     ) -> None:
-        self.model, self.fit, self.heldout = model, fit, heldout
-        self.steps = recipe.rounds.finetune, recipe.finetune
+        self.model, self.fit, self.heldout, self.steps, self.reference = model, fit, heldout, steps, reference
         self.seed, self._chain, self._note = seed, chain, note
-        self.reference = (reference or dense_copy(model)) if needs_reference(recipe) else None
         self._suited: dict[bool, Augmentation | None] = {}  # key: samples may be mixed
         self.name, self.loss = self.loss_of(self.steps[0])
 
@@ -76,12 +88,19 @@ class Scoring:
         chosen = _loss_of(step)
         if not isinstance(chosen, str):
             return "given loss", chosen
-        if chosen == "task":
-            return "task loss", task_loss
+        loss = LOSSES[chosen]
+        return loss.text, loss.of(self)
+
+    @property
+    def dense(self) -> nn.Module:
+        """The dense model."""
         assert self.reference is not None
-        if chosen == "kl":
-            return "KL to the dense model", kl_to(self.reference)
-        return "distance of block outputs", block_distance_to(self.reference, [block.path for block in self._chain()])
+        return self.reference
+
+    @property
+    def paths_of_blocks(self) -> list[str]:
+        """Paths of the blocks of the model."""
+        return [block.path for block in self._chain()]
 
     def loss_on(self, samples: Samples) -> float | None:
         """The mean loss on samples; None if there are none."""
@@ -92,7 +111,7 @@ class Scoring:
 
         A distance to the dense model is 0, without a pass of the samples.
         """
-        if self.heldout.batches and _loss_of(self.steps[0]) in ("kl", "block"):
+        if self.heldout.batches and _loss_of(self.steps[0]) in DISTANCES:
             return 0.0
         return self.loss_on(self.heldout_augmented)
 
@@ -110,8 +129,7 @@ class Scoring:
 
     def divergence(self) -> float:
         """KL divergence of the model from the dense model, in nats; on held-out samples if there are any."""
-        assert self.reference is not None
-        return mean_loss(self.model, self.heldout if self.heldout.batches else self.fit, kl_to(self.reference))
+        return mean_loss(self.model, self.heldout if self.heldout.batches else self.fit, kl_to(self.dense))
 
     def comparison_loss(self) -> float:
         """The loss that compares candidates: on the held-out samples, or on all samples if none are held out."""
@@ -146,14 +164,13 @@ class Scoring:
         """The augmentation of gradient steps; "auto" is decided at the first call."""
         if step.augment != "auto":
             return step.augment
-        mix = step.loss in ("kl", "block")  # the dense model gives the labels of mixed samples
+        mix = step.imitates  # the dense model gives the labels of mixed samples
         if mix not in self._suited:
-            assert self.reference is not None
             sampled = self.windows_to_sample() if mix else 0
             self._suited[mix] = (
-                sampled_text(self.reference, self.fit, sampled, self.seed)
+                sampled_text(self.dense, self.fit, sampled, self.seed)
                 if sampled
-                else suited(self.reference, self.fit, self.seed, mix=mix)
+                else suited(self.dense, self.fit, self.seed, mix=mix)
             )
             self._note(f"Augmentation of the gradient steps: {self._suited[mix] or 'none'}.")
         return self._suited[mix]
@@ -169,40 +186,21 @@ class Scoring:
     # ---- models
     def current_copy(self) -> nn.Module:
         """A copy of the current model, made from the reference: after gradient steps a model may not be copyable."""
-        current = copy.deepcopy(self.reference)
-        assert current is not None
+        current = copied(self.dense)
         for (_, value), (_, now) in zip(state(current), state(self.model), strict=True):
             put(value, now)
         return current
 
 
-def dense_copy(model: nn.Module) -> nn.Module:
-    """A frozen copy of a model.
+def frozen_copy(model: nn.Module, samples: Samples) -> nn.Module:
+    """A frozen copy of a dense model; the first of the samples shows that it runs its own modules.
 
     Raises:
-        ModelError: an attribute of a module cannot be copied.
+        ModelError: an attribute of a module cannot be copied, or a function on a module runs the original.
     """
-    try:
-        reference = copy.deepcopy(model).eval()
-    except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(NOT_COPIED.format(first_line(error))) from error
+    reference = dense_copy(model).eval()
+    require_own_modules(reference, model, samples.batches[0])
     return reference.requires_grad_(False)
-
-
-def needs_reference(recipe: Recipe) -> bool:
-    """Check that the recipe needs a copy of the dense model."""
-    steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
-    return (
-        recipe.target != "layer"
-        or recipe.blocks is not None
-        or recipe.inputs == "dense"
-        or recipe.rounds.schedule == "auto"
-        or recipe.rounds.finetune is None  # rounds are then compared by the divergence from the dense model
-        or any(step.loss in ("kl", "block") for step in steps)
-        or any(step.augment == "auto" for step in steps)  # "auto" compares predictions of the dense model
-    )
 
 
 def _loss_of(step: FineTune | None) -> Loss:

@@ -13,7 +13,7 @@ from iobs.core.patterns import Grid, Pattern, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings
 from iobs.solvers import Solver
 from iobs.solvers.admm import ADMM
 from iobs.solvers.families import ENTRIES, GRID_SOLVERS, SOLVERS, UNIT_SOLVERS, family_of
@@ -25,14 +25,14 @@ _FOR_GRIDS_ALONE = GRID_SOLVERS.keys() - SOLVERS.keys()
 _INSTANCES = tuple(kind for kind in GRID_SOLVERS.values() if isinstance(kind, type))
 
 
-def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
-    """Raise, before any work, unless a recipe can keep the grids of all patterns.
+def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[Layer, Pattern]) -> None:
+    """Raise, before any work, unless the settings of the layers can keep the grids of their patterns.
 
     Raises:
         ProblemError: a setting cannot keep a grid, or a solver of grids or units has a layer without them.
     """
     for layer, pattern in patterns.items():
-        solver = recipe.for_layer(layer.name).solver
+        solver = settings[layer].solver
         if isinstance(pattern, Budget):
             pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
@@ -49,7 +49,7 @@ def require_solvable(recipe: Recipe, patterns: Mapping[Layer, Pattern]) -> None:
                 )
             continue
         _require_grid_solver(solver, pattern)
-        wrong = {"refine": recipe.refine is not None, "keep_zeros": recipe.keep_zeros}
+        wrong = {"refine": settings[layer].refine is not None, "keep_zeros": settings[layer].keep_zeros}
         names = ", ".join(name for name, is_set in wrong.items() if is_set)
         if names:
             raise ProblemError(

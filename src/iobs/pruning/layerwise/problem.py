@@ -18,7 +18,7 @@ from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import NetworkSolver, Recipe
+from iobs.pruning.recipe import LayerSettings, NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.structure.units_of_layers import ChosenGroups
 from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many
@@ -40,7 +40,7 @@ class Task:
         current: (rows, columns) weights that damping pulls towards.
         target: (rows, columns) weights whose output is matched, on the dense inputs of the Grams if they have any;
             None: the current weights.
-        recipe: solver, refinement and damping.
+        settings: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
         importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
@@ -50,7 +50,7 @@ class Task:
     pattern: Pattern
     current: Tensor
     target: Tensor | None
-    recipe: Recipe
+    settings: LayerSettings
     zeros: Tensor | None = None
     bias: Tensor | None = None
     importance: Tensor | None = None
@@ -85,52 +85,46 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, part, ranks)
         if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
-        refine = task.recipe.refine if task.zeros is None else keeping(task.zeros[part], task.recipe.refine)
+        refine = task.settings.refine if task.zeros is None else keeping(task.zeros[part], task.settings.refine)
         solver = _solver_of(task)
         if isinstance(pattern, ChosenGroups):
             solver, refine = _chosen_groups_solver(pattern, solver)
-        assert task.recipe.network_solver is None
         scale = _row_scale(task, problem, part)
         solution = solve(
             problem if scale is None else problem.scaled(scale),
             pattern,
             solver,
             refine=refine,
-            damping=task.recipe.damping,
+            damping=task.settings.damping,
             name=task.layer.name,
         )
         solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
 
 
-def reads_no_data(recipe: Recipe, pattern: Pattern) -> bool:
-    """Whether the result depends on the weights alone; the scales of a grid depend on the inputs too."""
-    return recipe.reads_weights_only and grid_of(pattern) is None
-
-
-def can_share(layers: Sequence[Layer], recipes: Sequence[Recipe]) -> bool:
-    """Whether layers with the same input can be solved with shared factorisations of their Hessian.
+def can_share(layers: Sequence[Layer], settings: Sequence[LayerSettings]) -> bool:
+    """True if layers with the same input can be solved with shared factorisations of their Hessian.
 
     Wide layers are solved one by one: the shared factorisations would all be in memory at once.
     """
-    same = all(recipe is recipes[0] or recipe == recipes[0] for recipe in recipes)
+    same = all(of_layer == settings[0] for of_layer in settings)
     narrow = all(layer.groups == 1 and layer.shape[1] < WIDE for layer in layers)
-    return len(layers) > 1 and same and narrow and not recipes[0].keep_zeros
+    return len(layers) > 1 and same and narrow and not settings[0].keep_zeros
 
 
-def solves_by_rows(recipe: Recipe) -> bool:
-    """Whether the solver of a recipe does most of its work row by row, so that ranks can divide the rows."""
-    solver = recipe.solver
+def solves_by_rows(settings: LayerSettings) -> bool:
+    """True if the solver of a layer does most of its work row by row, so that ranks can divide the rows."""
+    solver = settings.solver
     if isinstance(solver, ADMM) and solver.budget == "best":  # exchanges entries between rows at the end
         return False
     by_rows = solver in ("admm", "sparsegpt") or isinstance(solver, (ADMM, SparseGPT))
-    return by_rows and recipe.refine is None and not recipe.keep_zeros
+    return by_rows and settings.refine is None and not settings.keep_zeros
 
 
-def can_divide(layer: Layer, recipe: Recipe, pattern: Pattern, ranks: Ranks) -> bool:
-    """Whether ranks can solve a layer together, each some of its rows; a layer of few columns takes no time."""
+def can_divide(layer: Layer, settings: LayerSettings, pattern: Pattern, ranks: Ranks) -> bool:
+    """True if ranks can solve a layer together, each some of its rows; a layer of few columns takes no time."""
     large = layer.shape[1] >= SEARCH_COLUMNS and layer.shape[0] >= _LEAST_ROWS * ranks.size
-    return solves_by_rows(recipe) and isinstance(pattern, (Unstructured, NM)) and large and layer.groups == 1
+    return solves_by_rows(settings) and isinstance(pattern, (Unstructured, NM)) and large and layer.groups == 1
 
 
 def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks = ALONE) -> list[Solution]:
@@ -155,14 +149,14 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         hessian = problems[0].matrix.to(torch.float32)  # the solver recognises the shared Hessian by its identity
         for place in range(len(problems)):  # one by one: float64 problems take twice the memory
             problems[place] = _in_float32(problems[place], hessian)
-    recipe = tasks[0].recipe
+    settings = tasks[0].settings
     scales = [_row_scale(*arguments) for arguments in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
         [problem if scale is None else problem.scaled(scale) for problem, scale in zip(problems, scales, strict=True)],
         patterns,
         _solver_of(tasks[0]),
-        refine=recipe.refine,
-        damping=recipe.damping,
+        refine=settings.refine,
+        damping=settings.damping,
         name=", ".join(task.layer.name for task in tasks),
     )
     results = zip(solutions, problems, scales, dampings, strict=True)
@@ -176,7 +170,7 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     """
     entries = entries_of(task.pattern)
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
-    if task.importance is None or not competing or task.recipe.reads_weights_only:
+    if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
     return task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
 
@@ -195,15 +189,15 @@ def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drif
 def _solver_of(task: Task) -> str | Solver | None:
     """The solver of a task."""
     if isinstance(task.pattern, Groups):
-        return solver_of_groups(task.recipe)
-    assert not isinstance(task.recipe.solver, NetworkSolver)
-    return solver_for(task.recipe.solver, task.pattern)
+        return solver_of_groups(task.settings.solver)
+    assert not isinstance(task.settings.solver, NetworkSolver)
+    return solver_for(task.settings.solver, task.pattern)
 
 
-def solver_of_groups(recipe: Recipe) -> str | Solver | None:
+def solver_of_groups(solver: str | Solver | NetworkSolver) -> str | Solver | None:
     """The solver for groups of columns; None, the best solver of the kind, for "admm", which has no form for groups."""
-    assert not isinstance(recipe.solver, NetworkSolver)
-    return None if recipe.solver == "admm" else recipe.solver
+    assert not isinstance(solver, NetworkSolver)
+    return None if solver == "admm" else solver
 
 
 def _chosen_groups_solver(pattern: ChosenGroups, solver: str | Solver | None) -> tuple[GivenScores, str | None]:
@@ -237,13 +231,15 @@ def _problem(
         statistics = _of_rows(statistics, part)
     gram = statistics.calibration
     current = task.current[part].to(hessian.dtype)
-    if not bool(hessian.diagonal().any()) or reads_no_data(task.recipe, task.pattern):
-        # All inputs are zero, so every mask has the same error; or magnitude is asked for: keep the largest weights.
+    # The scales of a grid depend on the inputs even if magnitude chooses the mask.
+    reads_no_data = task.settings.reads_weights_only and grid_of(task.pattern) is None
+    if reads_no_data or not bool(hessian.diagonal().any()):
+        # Magnitude is asked for, or all inputs are zero, so every mask has the same error: keep the largest weights.
         return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0
     if gram.cross is None and task.target is None:
         return Quadratic.at(current, hessian), 0.0
     target = current if task.target is None else task.target[part].to(hessian.dtype)
-    correction = corrected(statistics, group, target, current, task.recipe.damping, ranks)
+    correction = corrected(statistics, group, target, current, task.settings.damping, ranks)
     return Quadratic(hessian, correction.linear, current), correction.damping
 
 

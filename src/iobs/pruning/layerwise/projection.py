@@ -12,7 +12,7 @@ The way of one layer:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -35,11 +35,12 @@ from iobs.pruning.layerwise.problem import (
     solve_layer,
     solve_together,
 )
-from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.layerwise.targets import TARGETS, Target
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
 from iobs.pruning.runtime.checkpoint import Checkpoint
+from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
 
@@ -51,12 +52,14 @@ class Projection:
     Args:
         store: holds the model and its dense weights.
         patterns: of every layer.
-        recipe: solver, refinement, damping, target and rules.
+        settings: solver, refinement and damping of every layer.
+        target: the output that every layer should match.
         index: number of the round, from 0.
         checkpoint: solved layers of a killed run.
         ranks: processes that share the layers of a group.
         masters: float32 weights after gradient steps, by parameter name. Layers without masters are pruned from the
             weights in the model.
+        memory: watch of the peak memory, which every group may raise.
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
         importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
@@ -68,11 +71,13 @@ class Projection:
 
     store: Store
     patterns: dict[Layer, Pattern]
-    recipe: Recipe
+    settings: Mapping[Layer, LayerSettings]
+    target: Target
     index: int
     checkpoint: Checkpoint
     ranks: Ranks
     masters: dict[str, Tensor]
+    memory: MemoryWatch
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
     importance: Mapping[Layer, Tensor] = field(default_factory=dict)
@@ -80,7 +85,7 @@ class Projection:
     record: RoundRecord = field(init=False)
 
     def __post_init__(self) -> None:
-        self.record = RoundRecord(self.index, sparsity_of(self.patterns), None, None, [])
+        self.record = RoundRecord(self.index, sparsity_of(self.patterns))
 
     def at_level(self, patterns: Mapping[Layer, Pattern], level: int, levels: int) -> Projection:
         """One of several projections of the same layers at growing sparsity.
@@ -93,13 +98,19 @@ class Projection:
             level: number of the projection, from 0.
             levels: number of projections.
         """
-        recipe = self.recipe.but(target="layer") if level else self.recipe
+        target = TARGETS["layer"] if level else self.target
         patterns = {**self.patterns, **patterns}
         if level < levels - 1:
-            return replace(self, patterns=patterns, recipe=recipe, callback=Callback(), level=level)
-        last = replace(self, patterns=patterns, recipe=recipe)
+            return replace(self, patterns=patterns, target=target, callback=Callback(), level=level)
+        last = replace(self, patterns=patterns, target=target)
         last.record = self.record
         return last
+
+    def project_all(self, groups: Iterable[Group]) -> None:
+        """Prune groups in order; each is pruned before the next one is computed."""
+        for group in groups:
+            self.project(group)
+            self.memory.look()
 
     @torch.no_grad()
     def project(self, group: Group) -> None:
@@ -147,12 +158,12 @@ class Projection:
         )
 
     def _can_divide(self, layer: Layer) -> bool:
-        """Whether the ranks can solve a layer together."""
-        return can_divide(layer, self.recipe.for_layer(layer.name), self.patterns[layer], self.ranks)
+        """True if the ranks can solve a layer together."""
+        return can_divide(layer, self.settings[layer], self.patterns[layer], self.ranks)
 
     def _solve_group(self, layers: Sequence[Layer], statistics: Statistics) -> Iterator[_Solved]:
         """Solve the layers on all ranks, together if they can share factorisations, otherwise one by one."""
-        if not can_share(layers, [self.recipe.for_layer(layer.name) for layer in layers]):
+        if not can_share(layers, [self.settings[layer] for layer in layers]):
             yield from (self._solve(self._task(layer), statistics, self.ranks) for layer in layers)
             return
         began = time.perf_counter()
@@ -177,10 +188,10 @@ class Projection:
             layer=layer,
             pattern=self.patterns[layer],
             current=current,
-            target=TARGETS[self.recipe.target].weights(self.store, layer),
-            recipe=self.recipe.for_layer(layer.name),
+            target=self.target.weights(self.store, layer),
+            settings=self.settings[layer],
             # The weights that the user gave have the zeros that `keep_zeros` keeps.
-            zeros=None if not self.recipe.keep_zeros else current if dense is None else dense,
+            zeros=None if not self.settings[layer].keep_zeros else current if dense is None else dense,
             bias=self._bias(layer),
             importance=self.importance.get(layer),
         )
@@ -190,7 +201,7 @@ class Projection:
         name = self.biases.get(layer)
         if name is None:
             return None
-        target = TARGETS[self.recipe.target].biases(self.store, name)
+        target = self.target.biases(self.store, name)
         return self.store.model.get_parameter(name).detach().clone() if target is None else target
 
     def _solve_if_owner(self, layer: Layer, statistics: Statistics, owner: int) -> _Solved:

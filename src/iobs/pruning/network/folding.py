@@ -161,7 +161,7 @@ def _without_parametrisations(
 
 
 def _gives_back(parametrisation: parametrize.ParametrizationList) -> bool:
-    """Whether, on a sparse weight, a parametrisation can be set to give it, with its zeros."""
+    """True if, on a sparse weight, a parametrisation can be set to give it, with its zeros."""
     try:
         trial = copy.deepcopy(parametrisation)
         sparse = trial().detach().clone()

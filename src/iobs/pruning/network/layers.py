@@ -164,7 +164,7 @@ class Layer:
 
 
 def holds_weights(stored: Tensor) -> bool:
-    """Whether the entries of a parameter are weights: floating-point numbers of at least 16 bits.
+    """True if the entries of a parameter are weights: floating-point numbers of at least 16 bits.
 
     Shorter floats, such as float8, are codes of a quantised matrix: its scales are stored elsewhere.
     """
@@ -172,7 +172,7 @@ def holds_weights(stored: Tensor) -> bool:
 
 
 def is_compressed(stored: Tensor) -> bool:
-    """Whether a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
+    """True if a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
     return isinstance(stored, torch.sparse.SparseSemiStructuredTensor)
 
 

@@ -84,7 +84,7 @@ def unobserved(skipped: dict[str, Reason]) -> dict[str, Reason]:
 
 
 def may_be_found(model: nn.Module) -> bool:
-    """Whether a parameter is left in which an observed forward pass may find a layer."""
+    """True if a parameter is left in which an observed forward pass may find a layer."""
     if _without_shape(model):
         return False
     kinds = {_reason_of(module, parameter).kind for _, module, parameter in other_parameters(model, find_layers(model))}

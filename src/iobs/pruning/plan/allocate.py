@@ -79,7 +79,7 @@ def _zeros(
         sweep = CurveSweep(
             workspace,
             layers,
-            fast,
+            fast.for_layers(layers),
             densities,
             lambda bits, keep, layer: Unstructured(keep=keep),
             tried=1 - sparsity,

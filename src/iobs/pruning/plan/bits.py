@@ -31,7 +31,7 @@ from iobs.pruning.plan.curves import (
     fit_and_evaluation,
     judges_of,
 )
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import AllocationRecord
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.widths.knapsack import best_choices
@@ -59,8 +59,7 @@ def divide_bits(
     Raises:
         PatternError: the budget is not enough for the layers that receive input.
     """
-    recipe = workspace.recipe
-    quick = recipe.with_quick_solver(QuickGrid())
+    quick = workspace.recipe.with_quick_solver(QuickGrid()).for_layers(layers)
     fit, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
     probe = answered(workspace.store.model, judges_of(workspace).first(_PROBE, _PROBE_TOKENS))
     densities = {bits: [1 - level for level in levels] for bits, levels in LEVELS.items()}
@@ -89,10 +88,15 @@ def divide_bits(
 
 
 def _divergence(
-    workspace: Workspace, recipe: Recipe, plan: dict[Layer, Choice], budget: Budget, fitted: Samples, probe: Samples
+    workspace: Workspace,
+    settings: Mapping[Layer, LayerSettings],
+    plan: dict[Layer, Choice],
+    budget: Budget,
+    fitted: Samples,
+    probe: Samples,
 ) -> float:
     """KL divergence from the dense model to the model under a plan, its layers solved as the run solves them."""
-    model, target = workspace.store.model, TARGETS[recipe.target]
+    model, target = workspace.store.model, TARGETS[workspace.recipe.target]
     reference = None if workspace.scoring is None else target.teacher(workspace.scoring, True)
     dense = {layer: layer.tensor(model).to("cpu", copy=True) for layer in plan}  # a GPU has no room for them
     moments = Moments(workspace.request.seed, POSITIONS, drift=target.drift)
@@ -107,7 +111,7 @@ def _divergence(
                     budget.choice(*plan[layer], layer.shape),
                     current,
                     None if reference is None else current,
-                    recipe.for_layer(layer.name),
+                    settings[layer],
                 )
                 layer.write(model, torch.cat([solution.weight for solution in solve_layer(task, statistics)]))
         return mean_loss(model, probe, kl_to_answers)
@@ -187,7 +191,7 @@ def _choices(shape: tuple[int, int]) -> list[Choice]:
 
 
 def require_whole(pattern: object, whole: bool) -> None:
-    """Check that a budget of bits is asked of a model that is in memory as a whole.
+    """Raise if a budget of bits is asked of a model that is not in memory as a whole.
 
     Raises:
         ProblemError: it is not.
@@ -200,7 +204,7 @@ def require_whole(pattern: object, whole: bool) -> None:
 
 
 def require_budget(budget: Budget, shapes: Sequence[tuple[int, int]]) -> None:
-    """Check that a budget is enough for the cheapest choices of all layers.
+    """Raise unless a budget is enough for the cheapest choices of all layers.
 
     Raises:
         PatternError: it is not, and the message names the least budget; or there are no layers to divide it among.

@@ -200,7 +200,7 @@ def total_kept(layers: Sequence[Layer], sparsity: float) -> int:
 
 
 def require_room(allocation: Allocation, pattern: Pattern, layers: Sequence[Layer]) -> None:
-    """Check that the bounds of an allocation allow the sparsity of the pattern.
+    """Raise unless the bounds of an allocation allow the sparsity of the pattern.
 
     Raises:
         PatternError: the bounds keep too many or too few entries.
@@ -243,5 +243,5 @@ def _lower_envelope(curve: Curve, ends: tuple[int, int]) -> list[tuple[int, floa
 
 
 def _above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
-    """Check that the middle point lies on or above the line between the others."""
+    """True if the middle point lies on or above the line between the others."""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

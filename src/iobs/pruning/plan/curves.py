@@ -29,7 +29,7 @@ from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import Curve
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples, split
@@ -116,7 +116,7 @@ class CurveSweep:
     Args:
         workspace: state of the run; the model is dense.
         layers: the layers to measure.
-        recipe: how a layer is solved.
+        settings: how each layer is solved.
         densities: measured shares of entries, by bits, or FREE.
         pattern: (bits, kept entries, layer) -> the pattern of the layer.
         tried: density at which the damage is measured too, or None.
@@ -125,7 +125,7 @@ class CurveSweep:
 
     workspace: Workspace
     layers: tuple[Layer, ...]
-    recipe: Recipe
+    settings: Mapping[Layer, LayerSettings]
     densities: Mapping[int, Sequence[float]]
     pattern: Callable[[int, int, Layer], Pattern]
     tried: float | None = None
@@ -238,14 +238,13 @@ class CurveSweep:
     def _solved(self, layer: Layer, statistics: Statistics, rows: Tensor, choice: Choice, step: int) -> Tensor:
         """Every step-th row of the layer's weight, pruned to the density of a choice."""
         bits, keep = choice
+        settings, importance = self.settings[layer], self.workspace.importance_of(layer)
         if step > 1:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
-        recipe = self.recipe.for_layer(layer.name)
-        importance = self.workspace.importance_of(layer)
         importance = None if importance is None else importance[::step]
-        zeros = rows if recipe.keep_zeros else None
-        task = Task(layer, self.pattern(bits, keep, layer), rows, None, recipe, zeros, importance=importance)
+        zeros = rows if settings.keep_zeros else None
+        task = Task(layer, self.pattern(bits, keep, layer), rows, None, settings, zeros, importance=importance)
         return torch.cat([solution.weight for solution in solve_layer(task, statistics)])
 
 
@@ -262,17 +261,31 @@ def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:
 
 
 @contextmanager
-def weights_written(model: nn.Module, weights: Mapping[Layer, Tensor]) -> Iterator[None]:
-    """Context in which some layers have other weights (rows, columns); those of the model are restored on exit."""
+def weights_written(
+    model: nn.Module, weights: Mapping[Layer, Tensor], biases: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
+    """Context in which some layers have other weights; those of the model are restored on exit.
+
+    Args:
+        model: the model.
+        weights: (rows, columns), by layer.
+        biases: (rows,), by the name of the parameter.
+    """
     kept = {layer: layer.read(model) for layer in weights}
+    vectors = {model.get_parameter(name).detach(): value for name, value in (biases or {}).items()}
+    kept_vectors = {vector: vector.clone() for vector in vectors}
     with torch.no_grad():
         try:
             for layer, weight in weights.items():
                 layer.write(model, weight)
+            for vector, value in vectors.items():
+                vector.copy_(value)
             yield
         finally:
             for layer, weight in kept.items():
                 layer.write(model, weight)
+            for vector, value in kept_vectors.items():
+                vector.copy_(value)
 
 
 def allocation_record_of(layer: Layer, curve: Curve, keep: int) -> AllocationRecord:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers
+from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers, weights_written
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import JsonObject
 from iobs.pruning.samples.subsets import Samples
@@ -132,21 +132,16 @@ class Curves:
     def _damage(self, site: Site, parts: tuple[Part, ...], gone: list[int]) -> float:
         """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
         model, sites = self.workspace.store.model, self.workspace.request.sites
-        changed: list[tuple[Tensor, Tensor]] = []
-        try:
-            for part in parts:
-                layer = part.reader.layer
-                weight, bias = part.reader.change(sites.mask(layer, {site.name: gone}))
-                changed.append((layer.tensor(model), layer.tensor(model).clone()))
-                layer.write(model, layer.read(model).double() + weight)
-                if bias is not None:
-                    stored = model.get_parameter(self.workspace.biases[layer]).detach()
-                    changed.append((stored, stored.clone()))
-                    stored.add_(bias)
+        weights, biases = dict[Layer, Tensor](), dict[str, Tensor]()
+        for part in parts:
+            layer = part.reader.layer
+            weight, bias = part.reader.change(sites.mask(layer, {site.name: gone}))
+            weights[layer] = layer.read(model).double() + weight
+            if bias is not None:
+                name = self.workspace.biases[layer]
+                biases[name] = model.get_parameter(name).detach() + bias
+        with weights_written(model, weights, biases):
             return damage(model, self._answers, self._loss)
-        finally:
-            for tensor, dense in changed:
-                tensor.copy_(dense)
 
 
 def corrected(losses: list[float], points: list[tuple[float, float]]) -> list[float]:

@@ -67,7 +67,7 @@ def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Lay
 
 
 def _require_counts(require: Callable[[Mapping[str, int]], None], widths: Mapping[str, int]) -> None:
-    """Check before any layer is solved that the model's class can have the widths together.
+    """Raise, before any layer is solved, unless the model's class can have the widths together.
 
     Raises:
         ModelError: it cannot.
@@ -132,7 +132,7 @@ def _chosen_units(workspace: Workspace, widths: dict[str, int], curves: Curves) 
             kept[site.name] = list(range(site.count))
             continue
         problem, labels = joint_quadratic(curves.parts(site, removed))
-        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(workspace.recipe))
+        solution = solve(problem, Groups(tuple(labels.tolist()), keep=width), solver_of_groups(workspace.recipe.solver))
         kept[site.name] = kept_groups(solution.mask, labels).nonzero().flatten().tolist()
         removed[site.name] = sorted(set(range(site.count)) - set(kept[site.name]))
     return kept

@@ -18,7 +18,7 @@ from iobs.pruning.recipe.parts import (
     WoodFisher,
     as_allocation,
 )
-from iobs.pruning.recipe.recipe import PRESETS, Changes, Recipe, as_recipe, is_magnitude
+from iobs.pruning.recipe.recipe import PRESETS, Changes, LayerSettings, Recipe, as_recipe, is_magnitude
 
 __all__ = [
     "CBS",
@@ -31,6 +31,7 @@ __all__ = [
     "Changes",
     "FineTune",
     "GlobalMagnitude",
+    "LayerSettings",
     "Loss",
     "LossFunction",
     "NetworkSolver",

@@ -27,7 +27,9 @@ Criterion = Literal["auto", "uniform", "fisher", "search"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 Schedule = Literal["constant", "cubic", "auto"]
 LossFunction = Callable[[nn.Module, Batch], Tensor]
-Loss = Literal["task", "kl", "block"] | LossFunction
+LossName = Literal["task", "kl", "block"]  # `descent.scoring.LOSSES` defines each
+DISTANCES: tuple[LossName, ...] = ("kl", "block")  # from the dense model, which needs no labels
+Loss = LossName | LossFunction
 Augmentation = Callable[[Batch, torch.Generator], Batch]
 Optimizer = Literal["sgd", "momentum", "adam", "auto"]
 
@@ -189,8 +191,14 @@ class FineTune:
         require_choice("parameters", self.parameters, ("prunable", "all"))
         require_flag("decay", self.decay)
         require_choice("support", self.support, ("dense", "fixed"))
-        if self.loss not in ("task", "kl", "block") and not callable(self.loss):
-            raise ProblemError(f'loss must be "task", "kl", "block" or a function, got {self.loss!r}.')
+        if self.loss not in get_args(LossName) and not callable(self.loss):
+            names = ", ".join(f'"{name}"' for name in get_args(LossName))
+            raise ProblemError(f"loss must be {names} or a function, got {self.loss!r}.")
+
+    @property
+    def imitates(self) -> bool:
+        """True if the loss is a distance to the dense model, which also gives it for samples without labels."""
+        return self.loss in DISTANCES
 
 
 @dataclass(frozen=True)

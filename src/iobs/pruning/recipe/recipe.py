@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.recipe import text
@@ -51,6 +51,37 @@ class Changes(TypedDict, total=False):
     depthwise: bool
     bias: Literal["auto", "keep", "refit"]
     blocks: BlockFit | None
+
+
+class Named(Protocol):
+    """Anything with a name that rules match, such as a layer."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """Settings of the solve of one layer: what a recipe and its rules say of it.
+
+    Args:
+        solver: of the layer, or of the whole network, which solves no single layer.
+        refine: improves its solution; a name, a `Refinement`, or None.
+        damping: added to the diagonal of its Hessian, relative to the mean of this diagonal.
+        keep_zeros: True: entries that are zero in the given model stay zero.
+        reads_weights_only: True if mask and weights depend on no data.
+    """
+
+    solver: str | Solver | NetworkSolver = "admm"
+    refine: str | Refinement | None = None
+    damping: float = 0.01
+    keep_zeros: bool = False
+    reads_weights_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,10 +200,31 @@ class Recipe:
         """True if losses of the model are needed: a published one-shot pruner of a whole model measures none."""
         return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
 
-    def for_layer(self, name: str) -> Recipe:
-        """The recipe of one layer: the last matching rule with a solver replaces the solver."""
+    @property
+    def needs_dense_model(self) -> bool:
+        """True if a run of a model in memory needs a copy of the dense model."""
+        if not self.compares:
+            return False
+        steps = [step for step in (self.rounds.finetune, self.finetune) if step is not None]
+        return (
+            self.target != "layer"
+            or self.blocks is not None
+            or self.inputs == "dense"
+            or self.rounds.schedule == "auto"
+            or self.rounds.finetune is None  # rounds are then compared by the divergence from the dense model
+            or any(step.imitates for step in steps)
+            or any(step.augment == "auto" for step in steps)  # "auto" compares predictions of the dense model
+        )
+
+    def for_layer(self, name: str) -> LayerSettings:
+        """The settings of one layer: the last matching rule with a solver replaces the solver."""
         solvers = [rule.solver for rule in self.rules if rule.solver is not None and rule.matches(name)]
-        return replace(self, solver=solvers[-1]) if solvers else self
+        recipe = replace(self, solver=solvers[-1]) if solvers else self
+        return LayerSettings(recipe.solver, recipe.refine, recipe.damping, recipe.keep_zeros, recipe.reads_weights_only)
+
+    def for_layers(self, layers: Iterable[N]) -> dict[N, LayerSettings]:
+        """The settings of layers."""
+        return {layer: self.for_layer(layer.name) for layer in layers}
 
     def _require_solvers(self) -> None:
         """Raise unless solver and refinement are names, or objects of the right kind.

@@ -1,4 +1,4 @@
-"""Fits of a walk along the blocks: gradient steps of its windows, and of the whole network behind the last block."""
+"""Fits of a reconstruction: gradient steps of windows of blocks, and of the whole network behind the last block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 
 _RETREAT = 4.0  # a fit that raises the held-out loss is repeated with a rate this much smaller
-_PLACE = 4  # of the inputs of the first block among the stored hidden states; a walk uses those before
+_PLACE = 4  # of the inputs of the first block among the stored hidden states; the places before it are of the streams
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Fits:
         )
 
     def _has_gradient(self, window: Window, masters: Masters, name: str) -> bool:
-        """Whether the loss depends on the parameters; a window that computes without gradients is projected only."""
+        """True if the loss depends on the parameters; a window that computes without gradients is projected only."""
         masters.parameters()
         with torch.enable_grad():
             if window.loss(window.streams.fit[0]).requires_grad:

@@ -22,7 +22,7 @@ from iobs.pruning.runtime.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StoredFits:
-    """Entries of one walk along the blocks.
+    """Entries of one reconstruction.
 
     A fit is named by its block and its level. Level None is the fit of the window that ends with the block. A number is
     the fit of the block alone after its projection at that level.
@@ -40,7 +40,7 @@ class StoredFits:
     windows: Mapping[int, range]
 
     def holds(self, stage: int, level: int | None) -> bool:
-        """Check that a fit was stored when the run began."""
+        """True if a fit was stored when the run began."""
         return self._key(stage, level) in self.checkpoint
 
     def put(self, stage: int, level: int | None, values: Mapping[str, Tensor], notes: Sequence[str] = ()) -> None:

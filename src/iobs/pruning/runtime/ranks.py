@@ -149,7 +149,7 @@ class Ranks:
         return whole
 
     def require_enough(self, part: Samples) -> None:
-        """Check that there is a batch for every rank.
+        """Raise unless there is a batch for every rank.
 
         Raises:
             DistributedError: there are fewer batches than ranks.

@@ -61,7 +61,7 @@ def collect(batches: Iterable[Batch] | Batch) -> list[Batch]:
 
 
 def _is_pair(batches: tuple[object, ...]) -> bool:
-    """Whether a tuple is one batch (inputs, labels), not several batches of inputs, as `Tensor.split` returns."""
+    """True if a tuple is one batch (inputs, labels), not several batches of inputs, as `Tensor.split` returns."""
     kinds = {(value.ndim, value.dtype) for value in batches if isinstance(value, Tensor)}
     return len(kinds) > 1 or (len(batches) == 2 and batches[0] is batches[1])
 
@@ -108,7 +108,7 @@ def _lengths(batch: Batch) -> set[int]:
 
 
 def is_whole(batch: Batch) -> bool:
-    """Whether a batch cannot be split into samples: it counts as one.
+    """True if a batch cannot be split into samples: it counts as one.
 
     The inputs are then a mapping that holds tensors in a list, or a mapping whose tensors differ in their first
     dimension. Examples are the patches of several images, and the nodes and edges of a graph.
@@ -138,7 +138,7 @@ def positions(batch: Batch) -> int:
 
 
 def _is_text(name: str, rows: Tensor, pictures: bool) -> bool:
-    """Whether an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
+    """True if an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
     if name == "labels" and pictures:
         return bool((rows > 1).any())  # captions, not classes
     return name in _TEXT or (rows.dtype != torch.bool and not pictures)
@@ -241,7 +241,7 @@ def forward(model: nn.Module, batch: Batch, with_loss: bool = False) -> object:
 
 
 def _labels_change_only_the_loss(model: nn.Module, arguments: Mapping[str, object]) -> bool:
-    """Whether the labels of a batch change nothing but the loss: those of a causal language model of transformers.
+    """True if the labels of a batch change nothing but the loss: those of a causal language model of transformers.
 
     An encoder-decoder makes the inputs of its decoder from its labels. Models of other authors may use labels as well,
     and so may a subclass or an instance with a forward of its own.

@@ -156,7 +156,7 @@ def packed(model: nn.Module, part: Samples, tokens: int) -> Samples:
 
 
 def _is_full_text(batch: Batch) -> bool:
-    """Whether a batch holds ids of tokens, perhaps a mask, no padding, and nothing else."""
+    """True if a batch holds ids of tokens, perhaps a mask, no padding, and nothing else."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch or not batch.keys() <= _JOINED:
         return False
     mask = batch.get("attention_mask")
@@ -166,6 +166,6 @@ def _is_full_text(batch: Batch) -> bool:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether every attention of a model declares itself causal, as Hugging Face modules do."""
+    """True if every attention of a model declares itself causal, as Hugging Face modules do."""
     declared = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     return bool(declared) and all(declared)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.network.calls import before_calls
+from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
@@ -85,7 +86,7 @@ def outputs_of(model: nn.Module, batch: Batch, dtype: torch.dtype | None = None)
     """The outputs of a model on a batch, in eval mode; computed in `dtype` by a copy if the model's own is shorter."""
     batch = batches.to_device(batch, next(model.parameters()).device)
     if dtype is not None and _precision(model) > torch.finfo(dtype).eps:
-        model = copy.deepcopy(model).to(dtype)
+        model = copied(model).to(dtype)
         batch = _in_dtype(batch, dtype)
     with evaluating(model), keeping_buffers(model), seeded(model, 0):  # models that draw numbers draw the same ones
         return logits(batches.forward(model, batch))
@@ -156,7 +157,7 @@ def require_narrower(model: nn.Module, sites: Sequence[Site], data: Sequence[Bat
     """
     if not can_copy(model):
         return
-    wide, narrow = copy.deepcopy(model), copy.deepcopy(model)
+    wide, narrow = copied(model), copied(model)
     kept = {site.name: [*range(0, site.count, 2)] for site in sites}
     for site in sites:
         zero_columns(wide, site, kept[site.name])
@@ -303,12 +304,12 @@ class _Trial:
 
     def __init__(self, owner: nn.Module, site: Site, arguments: Arguments, dtype: torch.dtype) -> None:
         try:
-            self._call_wide(copy.deepcopy(owner).to(dtype), site, _in_dtype(arguments, dtype))
+            self._call_wide(copied(owner).to(dtype), site, _in_dtype(arguments, dtype))
             self.tolerance = _TOLERANCE
         except batches.REFUSALS as error:
             if is_out_of_memory(error):
                 raise
-            self._call_wide(copy.deepcopy(owner), site, arguments)
+            self._call_wide(copied(owner), site, arguments)
             self.tolerance = max(_TOLERANCE, _rounding(owner))
 
     def _call_wide(self, dense: nn.Module, site: Site, arguments: Arguments) -> None:
@@ -317,7 +318,7 @@ class _Trial:
         self.cases: list[tuple[list[int], list[Tensor]]] = []
         for start in (0, 1):
             keep = [*range(start, site.count, 2)]
-            zeroed = copy.deepcopy(dense)
+            zeroed = copied(dense)
             zero_columns(zeroed, site, keep)
             self.cases.append((keep, _outputs(zeroed, arguments)))
 
@@ -325,7 +326,7 @@ class _Trial:
         """The first relative gap of outputs above the tolerance, otherwise the last; of the narrower module."""
         gap = 0.0
         for keep, expected in self.cases:
-            narrow = copy.deepcopy(self.dense)
+            narrow = copied(self.dense)
             remove(narrow, [site], {site.name: keep})
             gap = relative_gap(expected, _outputs(narrow, self.arguments))
             if not gap <= self.tolerance:

@@ -87,7 +87,7 @@ class Blocks(Parts):
         self.path, self.count, self.rests = blocks.path, blocks.count, rests
 
     @classmethod
-    def find(cls, model: nn.Module, batch: Batch) -> Blocks:
+    def find(cls, model: nn.Module, data: Sequence[Batch]) -> Blocks:
         """Find the blocks of a model.
 
         Raises:
@@ -98,7 +98,7 @@ class Blocks(Parts):
             for path, module in model.named_modules()
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_numbered(module)
         }
-        calls = _calls(model, batch, {joined(path, name) for path, each in lists.items() for name in each._modules})
+        calls = _calls(model, data[0], {joined(path, name) for path, each in lists.items() for name in each._modules})
         fitting = {
             path: sum(value.numel() for value in module.parameters())
             for path, module in lists.items()

@@ -8,7 +8,6 @@ are removed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from iobs.pruning.calibration.hooks import reached
 from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
+from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.network.selection import Selection, matching, other_weights
@@ -405,7 +405,7 @@ class SiteRemoval:
             ModelError: its class cannot have its widths.
         """
         model, sites = self.model, self.sites.sites
-        self._wide = copy.deepcopy(model) if can_copy(model) else None
+        self._wide = copied(model) if can_copy(model) else None
         remove(model, sites, self.kept, take_biases(model, self.added))
         if self.loadable:
             counts = {site.name: len(self.kept[site.name]) for site in sites if len(self.kept[site.name]) < site.count}

@@ -13,6 +13,7 @@ from torch import nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import keep_count
+from iobs.core.structured import Units
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.additions import captured_additions
@@ -21,7 +22,7 @@ from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.coverage import Reason
-from iobs.pruning.descent.scoring import dense_copy
+from iobs.pruning.descent.scoring import frozen_copy
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.modes import keeping_buffers, replaced_forwards
@@ -65,6 +66,9 @@ class StoreBesideDense(Store):
         return nullcontext() if self.beside is None else replaced_forwards([(self.model, self.beside.forward)])
 
 
+PARTS: dict[Units, type[Blocks | Experts]] = {"blocks": Blocks, "experts": Experts}
+
+
 class PartRemoval:
     """The removal of blocks or experts from a model.
 
@@ -88,8 +92,7 @@ class PartRemoval:
         units = request.pattern.units
         if request.include is not None or request.ignore is not None:
             raise ProblemError(f'units="{units}" chooses among all of them: leave out include= and ignore=.')
-        self.parts: Blocks | Experts
-        self.parts = Blocks.find(self.model, data[0]) if units == "blocks" else Experts.find(self.model, data)
+        self.parts = PARTS[units].find(self.model, data)
         self.keep = self._kept_count()
         self.parts.require_possible(self.keep)
 
@@ -127,7 +130,7 @@ class PartRemoval:
         Raises:
             LayerSelectionError: no layer could repair their absence.
         """
-        self.dense = self.store.beside = dense_copy(self.model)
+        self.dense = self.store.beside = frozen_copy(self.model, Samples.of(self.data))
         self.removed = self.parts.choose(self.keep, _Damage(self.model, self.dense, self.data))
         for path, gone in self.removed.items():
             self.callbacks.on_note(f"Removed {self.parts.kind} of {path or 'the model'}: {', '.join(map(str, gone))}.")

@@ -73,7 +73,7 @@ class _Traced(nn.Module):
 
 
 def require_runtime(runtime: Runtime) -> None:
-    """Check that a runtime is installed.
+    """Raise unless a runtime is installed.
 
     Raises:
         ProblemError: it is not.

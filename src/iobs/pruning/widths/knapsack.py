@@ -100,7 +100,7 @@ def least_effect(choices: Sequence[WidthChoice], cost: CostModel, limit: float) 
 
 
 def require_reachable(choices: Sequence[WidthChoice], cost: CostModel, limit: float) -> dict[str, int]:
-    """Check that the smallest widths cost at most `limit`.
+    """Raise unless the smallest widths cost at most `limit`.
 
     Returns:
         The smallest width of every site, by its name.

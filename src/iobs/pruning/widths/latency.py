@@ -7,7 +7,6 @@ savings of sites add up. Fewer units are not always faster: kernels of convoluti
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from iobs.core.modes import precision_of_user
 from iobs.core.structured import Runtime
 from iobs.pruning.network.calls import before_calls
+from iobs.pruning.network.copies import copied
 from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -144,7 +144,7 @@ def _timed(calls: Sequence[TimedCall], clock: Clock) -> list[float]:
 
 def narrowed(model: nn.Module, sites: Sequence[Site], widths: WidthBySite) -> nn.Module:
     """A copy of a model with some widths, for timing: the first units of every site are kept."""
-    narrow = copy.deepcopy(model)
+    narrow = copied(model)
     remove(narrow, sites, {site.name: range(widths[site.name]) for site in sites if widths[site.name] < site.count})
     return narrow
 
@@ -186,7 +186,7 @@ def _signature(site: Site, example: Example) -> object:
 
 def _narrower(example: Example, site: Site, width: int) -> Example:
     """The example with a narrower copy of its module."""
-    module = copy.deepcopy(example.module)
+    module = copied(example.module)
     inner = site.inside()
     if width < site.count:
         remove(module, [inner], {inner.name: range(width)})

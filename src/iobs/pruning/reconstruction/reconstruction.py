@@ -1,6 +1,8 @@
-"""Walk along the blocks: project each block with growing sparsity, fit a window, slide on by one block.
+"""Block reconstruction: project each block with growing sparsity, fit a window of blocks, slide on by one block.
 
-`Fits` takes the gradient steps of a window, and those of the whole network behind the last block.
+The walk along the chain is that of a `Sweep`, which gives the groups of layers of each stage. Here every stage gets
+several projections, and `Fits` takes gradient steps in between: those of a window, and those of the whole network
+behind the last block.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from torch import Tensor
 from iobs.core.grids import entries_of
 from iobs.core.patterns import NM, Grid, Pattern
 from iobs.pruning.calibration.blocks import hidden_of, number_of_block
-from iobs.pruning.calibration.replay import Stream
+from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.descent.gradients import Streams, Window
 from iobs.pruning.layerwise.patterns import thinner
 from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.fits import Fits
@@ -30,8 +33,8 @@ _GROWTH = 1.5  # exponent of the growth: about 42, 55, 65 and 70 % for four proj
 
 
 @dataclass
-class Walk:
-    """One walk along the blocks of a model.
+class Reconstruction:
+    """The reconstruction of all blocks of a model, in one walk along them.
 
     Three streams go along: `base` is at the first block of the window, `ahead` at the current block of the pruned
     model, and `dense` at that block of the dense model. Hidden states that `dense` enters and leaves a block with lie
@@ -73,20 +76,18 @@ class Walk:
         last = max(spans, default=-1)  # the last block with layers
         for stage in base.stages:
             sweep.residency.enter(stage)
-            if stage in spans:
-                self._window(base, ahead, dense, stage)
-                continue
-            streams = [ahead if stage >= 0 else base, dense]
-            with sweep.taking_shortcuts(streams):
-                self._project(sweep, streams, stage, self.projection)
-            if stage < 0:
-                sweep.advance([base, dense], stage)
+            if stage == BEFORE:
+                self.projection.project_all(sweep.through([base, dense], stage))
                 sweep.residency.leave(stage)
                 ahead.arguments, ahead.hidden = base.arguments, [*base.hidden]
                 self.fits.start_network(base)
-            elif stage < count:
+            elif stage in spans:
+                self._window(base, ahead, dense, stage)
+            elif stage < count:  # a block without layers
                 passed_all = 0 <= last < stage and not sweep.without_input  # `ahead` is not needed any more
                 sweep.advance([dense] if passed_all else [ahead, dense], stage)
+            else:
+                self.projection.project_all(sweep.through([ahead, dense], stage))
         for stage in range(last + 1, count + 1):
             self.fits.leave(stage)
         self.fits.fit_network(dense)
@@ -138,11 +139,11 @@ class Walk:
         for level in range(levels):
             patterns = {layer: levels_of[max(0, len(levels_of) - levels + level)] for layer, levels_of in grown.items()}
             projection = self.projection.at_level(patterns, level, levels)
-            compared = level == 0 and self.projection.recipe.target != "layer"
+            compared = level == 0 and self.projection.target is not TARGETS["layer"]
             sweep, streams = (self.sweep, [ahead, dense]) if compared else (alone, [ahead])
             sweep.without_input = dict.fromkeys(grown, False) if level else self.sweep.without_input
             with sweep.taking_shortcuts(streams):
-                self._project(sweep, streams, stage, projection)
+                projection.project_all(sweep.groups_of(streams, stage))
                 if level == 0:
                     self.sweep.without_input = sweep.without_input
                     targets = self._outputs(dense, stage, place)  # the dense stream may take its shortcuts
@@ -165,12 +166,6 @@ class Walk:
         names_of_block = {layer.name for layer in grown}
         names = [entry.name for entry in self.projection.record.layers if entry.name in names_of_block]
         self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())), noted)
-
-    def _project(self, sweep: Sweep, streams: list[Stream], stage: int, projection: Projection) -> None:
-        """Prune the groups of one stage."""
-        for group in sweep.groups_of(streams, stage):
-            projection.project(group)
-            self.workspace.memory.look()
 
     # ---- hidden states
     @torch.no_grad()
