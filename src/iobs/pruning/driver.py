@@ -19,6 +19,7 @@ from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
@@ -133,7 +134,11 @@ def prune(
                 selection = store.check(collected, selection, holdout)
                 store.require_space(checkpoint)
                 require_memory(chosen.network_solver, selection.layers, chosen.rounds, collected, holdout, store.device)
-                request = replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
+                request = replace(
+                    request,
+                    patterns={layer: request.patterns[layer] for layer in selection.layers},
+                    recipe=with_affordable_epochs(request.recipe, selection.layers, collected, store.device),
+                )
                 frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
                 return run(Workspace.of(store, request, selection, collected, every_callback, frozen))
 

@@ -21,6 +21,7 @@ from iobs.core.patterns import Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
@@ -103,6 +104,7 @@ class BlockwiseStore(Store, ABC):
     """
 
     whole = False
+    keeps_wide_inputs = False
 
     def __init__(self, source: BlockSource, blocks: list[Block], streams: Place) -> None:
         super().__init__(source.module)
@@ -267,6 +269,7 @@ class BlockwiseStore(Store, ABC):
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
+        recipe = with_affordable_epochs(recipe, selection.layers, batches, self.device)
         sizes = self._sizes(selection, batches, recipe)
         config = getattr(self.model, "config", None)
         vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -30,6 +31,7 @@ from iobs.pruning.samples.batches import Batch
 
 Mark = tuple[torch.Size, int]  # shape of a tensor and weighted sum of its bits
 _PIECE = 2**20  # numbers whose bits are summed at once
+_ENOUGH_TOKENS = 512  # of text that show whether a model runs along its blocks
 
 
 def exact_chain(
@@ -46,7 +48,7 @@ def exact_chain(
         layers: the layers to prune.
         along: context in which a candidate is run.
     """
-    for chain in find_chains(model, min(data, key=batches.size), layers):
+    for chain in find_chains(model, _few_samples(model, min(data, key=batches.size)), layers):
         if len(chain) > 1:
             with along(chain):
                 if running_along_is_exact(model, chain, data, layers):
@@ -70,16 +72,27 @@ def running_along_is_exact(
     compared = {by_count[0], min(by_count, key=sizes.__getitem__), max(by_count, key=sizes.__getitem__)}
     try:
         for index, batch in enumerate(data):
-            stream = Stream(model, [batch], chain, strict=True)
             if index not in compared:
-                stream.advance(BEFORE)
-            elif _input_marks(stream, layers) != _input_marks(Stream(model, [batch], []), layers):
+                Stream(model, [batch], chain, strict=True).advance(BEFORE)
+                continue
+            few = [_few_samples(model, batch)]
+            if _input_marks(Stream(model, few, chain, strict=True), layers) != _input_marks(
+                Stream(model, few, []), layers
+            ):
                 return False
     except Exception as error:  # the model cannot be run in stages, so it is run whole
         if is_out_of_memory(error):
             raise
         return False
     return True
+
+
+def _few_samples(model: nn.Module, batch: Batch) -> Batch:
+    """The first samples of a batch of text without padding, which all take the same way; other batches whole."""
+    positions, mask = batches.positions(batch), outputs.attended(model, batch)
+    if positions == 1 or not (mask is None or bool(mask.all())):
+        return batch
+    return batches.neighbours(batch, 0, max(1, math.ceil(_ENOUGH_TOKENS / positions)))
 
 
 def _input_marks(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, list[Mark]], Mark]:
@@ -93,7 +106,12 @@ def _input_marks(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, lis
         others = [layer for layer in layers if layer.name not in marks]
         with captured_inputs(stream.model, stream.layers_of(stage, others), note):
             output = stream.run(stage, 0)
-        stream.advance(stage)
+        if 0 <= stage < len(stream.chain):
+            hidden = hidden_of(output)
+            assert hidden is not None
+            stream.hidden = [hidden]
+        else:
+            stream.advance(stage)
     return marks, _mark(outputs.logits(output))
 
 

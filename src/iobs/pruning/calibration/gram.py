@@ -17,8 +17,10 @@ from iobs.pruning.runtime.ranks import ALONE, Ranks
 POSITIONS = 64  # output positions per sample that enter the Gram of a convolution; more gave no visible gain
 EXPERT_TOKENS = 16  # an expert with fewer tokens has no usable Hessian
 _CHUNK = 8192  # inputs of one product; sums over chunks are float64
-STRIPE = 512  # columns of one product; narrower matrices are one product
+STRIPE = 512  # most columns of one product
+_LEAST_STRIPE = 192  # a triangle in narrower stripes saves operations and loses speed
 _CONSTANT = 1e-6  # share of a second moment below which a variance is rounding
+SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
 WIDE = 4096  # columns from which finished Grams are float32: half the memory, and the dtype in which solvers search
 
 
@@ -265,19 +267,24 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> Non
         others = torch.split(left if right is None else right, _CHUNK, 1)
         for a, b in zip(torch.split(left, _CHUNK, 1), others, strict=True):
             a, b = prepared(a) * 2 if right is None else prepared(a, b)
-            for stripe in _stripes(total.shape[-1]):
+            for stripe in _triangle(total.shape[-1]) if right is None else _stripes(total.shape[-1], STRIPE):
                 end = stripe.stop if right is None else None
                 total[:, stripe, :end] += inner(a[..., stripe], b[..., :end])
 
 
-def _stripes(columns: int) -> list[slice]:
-    """Ranges of at most `STRIPE` columns; narrow matrices have one."""
-    return [slice(start, min(start + STRIPE, columns)) for start in range(0, columns, STRIPE)]
+def _triangle(columns: int) -> list[slice]:
+    """The stripes of a symmetric product: about eight of a wide matrix, one of a narrow one."""
+    return _stripes(columns, min(STRIPE, max(_LEAST_STRIPE, columns // 8)))
+
+
+def _stripes(columns: int, width: int) -> list[slice]:
+    """Ranges of at most `width` columns."""
+    return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
 
 
 def _mirror(total: Tensor) -> None:
     """Copy the stripes below the diagonal of a symmetric matrix (groups, columns, columns) to the other side."""
-    for stripe in _stripes(total.shape[-1])[1:]:
+    for stripe in _triangle(total.shape[-1])[1:]:
         total[:, : stripe.start, stripe] = total[:, stripe, : stripe.start].transpose(1, 2)
 
 

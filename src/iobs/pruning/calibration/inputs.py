@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.replay import StopForward, Stream
 from iobs.pruning.calibration.shortcuts import Shortcut, exact_shortcuts
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.network.modes import replaced_forwards
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -38,7 +39,7 @@ class SharedInput:
 
 
 def execution_order(
-    stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], residuals: bool
+    stream: Stream, stage: int, layers: list[Layer], used: dict[Layer, bool], *, residuals: bool, most: int
 ) -> tuple[list[SharedInput], Sequence[Shortcut]]:
     """The layers that a stage calls, grouped by input, and the shortcuts of a block.
 
@@ -52,6 +53,7 @@ def execution_order(
         layers: candidates.
         used: layers whose weight is the argument of any torch function are set to True.
         residuals: also count the tensors that the output of each layer is added to.
+        most: numbers of an input wider than the hidden state, up to which shortcuts store it.
     """
     if not layers:
         return [], []
@@ -89,7 +91,7 @@ def execution_order(
             output = stream.run(stage, index)
         if shortcuts is None:
             groups = [shared.layers for shared in order.values()]
-            shortcuts = exact_shortcuts(stream, stage, index, tracer, groups, output)
+            shortcuts = exact_shortcuts(stream, stage, index, tracer, groups, output, most)
     inputs = []
     for shared in order.values():
         once = [layer for layer in shared.layers if counts[layer.name] == 1]
@@ -180,12 +182,24 @@ def captured(stream: Stream, stage: int, index: int, shared: SharedInput) -> Cap
     layers = shared.layers[:1]
     with ExitStack() as stack:
         if shared.residuals:
+            stack.enter_context(_without_product(stream.model, layers[0]))
             stack.enter_context(captured_additions(stream.model, layers, add))
         stack.enter_context(suppress(StopForward))
         stack.enter_context(captured_inputs(stream.model, layers, keep))
         stream.run(stage, index)
     complete = residuals and len(residuals) == shared.residuals
     return Captured(values, sum(residuals[1:], residuals[0]) if complete else None)
+
+
+@contextmanager
+def _without_product(model: nn.Module, layer: Layer) -> Iterator[None]:
+    """Context in which a linear layer returns zeros: its residual does not depend on its output."""
+    module = model.get_submodule(layer.path)
+    if type(module) is not nn.Linear:
+        yield
+        return
+    with replaced_forwards([(module, lambda value: value.new_zeros(*value.shape[:-1], module.out_features))]):
+        yield
 
 
 def drift_of(residuals: list[Tensor | None]) -> Tensor | None:

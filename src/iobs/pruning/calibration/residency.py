@@ -13,9 +13,11 @@ class Residency:
 
     Attributes:
         arithmetic: dtype of the computations in blocks; None: the dtype of the model.
+        keeps_wide_inputs: True if there may be memory for inputs of layers that are wider than hidden states.
     """
 
     arithmetic: torch.dtype | None = None
+    keeps_wide_inputs: bool = True
 
     def enter(self, stage: int) -> None:
         """Bring the weights of a stage into memory."""

@@ -71,6 +71,7 @@ class Shortcuts:
         shortcuts: of the block, by position.
         keep: (position of a shortcut, index of a batch, input) -> the tensor to store.
         fetch: a stored tensor -> a copy of it on the device of the model.
+        most: numbers of the input of a batch up to which it is stored, if it is wider than the hidden state.
 
     Attributes:
         inputs: that are known, by layer and index of the batch.
@@ -79,14 +80,15 @@ class Shortcuts:
     shortcuts: Sequence[Shortcut]
     keep: Callable[[int, int, Tensor], Tensor]
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
+    most: int = 0
     inputs: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
 
     def note(self, layers: Sequence[Layer], index: int, value: Tensor, hidden: Tensor) -> None:
         """Store the common input of layers on a batch, if a shortcut needs it.
 
-        An input is not stored if it takes more memory than the hidden state, or has another dtype.
+        An input is not stored if it takes more memory than the hidden state and than `most`, or has another dtype.
         """
-        if value.numel() > hidden.numel() or value.dtype != hidden.dtype:
+        if value.numel() > max(hidden.numel(), self.most) or value.dtype != hidden.dtype:
             return
         for place, shortcut in enumerate(self.shortcuts):
             if shortcut.layer in layers:
@@ -148,7 +150,7 @@ def _holds_more(model: nn.Module, path: str, layer: Layer) -> bool:
 
 
 def exact_shortcuts(
-    stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object
+    stream: Stream, stage: int, index: int, tracer: Tracer, groups: list[list[Layer]], output: object, most: int
 ) -> Sequence[Shortcut]:
     """The shortcuts of a traced block that give the same output on the batch at `index`; none outside the blocks.
 
@@ -159,12 +161,13 @@ def exact_shortcuts(
         tracer: calls of the block on the batch.
         groups: layers with the same input, in execution order.
         output: of the block on the batch.
+        most: see `Shortcuts`.
     """
     if not tracer.calls:
         return []
     place = {layer: number for number, group in enumerate(groups) for layer in group}
     candidates = find_shortcuts(stream.model, tracer.calls, stream.chain[stage].path, [*place])
-    inputs = _known_inputs(stream, stage, index, candidates)
+    inputs = _known_inputs(stream, stage, index, candidates, most)
     exact: list[Shortcut] = []
     for candidate in sorted(candidates, key=lambda shortcut: place[shortcut.layer]):
         # It is in force before the inputs of later shortcuts are known: the block must be exact without these.
@@ -174,11 +177,13 @@ def exact_shortcuts(
     return exact
 
 
-def _known_inputs(stream: Stream, stage: int, index: int, candidates: Sequence[Shortcut]) -> dict[Layer, Tensor]:
+def _known_inputs(
+    stream: Stream, stage: int, index: int, candidates: Sequence[Shortcut], most: int
+) -> dict[Layer, Tensor]:
     """The inputs of the layers of shortcuts on a batch, as far as a sweep stores them."""
     if not candidates:
         return {}
-    shortcuts = Shortcuts(candidates, lambda place, index, value: value.clone())
+    shortcuts = Shortcuts(candidates, lambda place, index, value: value.clone(), most=most)
     with captured_inputs(
         stream.model,
         [candidate.layer for candidate in candidates],

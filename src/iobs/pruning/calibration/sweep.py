@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -212,13 +212,27 @@ class Sweep:
         # A copy, since the sweeps of a reconstruction share it.
         self.without_input = dict(self.without_input)
         layers = streams[0].layers_of(stage, [*self.without_input])
-        order, shortcuts = execution_order(streams[0], stage, layers, self.without_input, self._compares_residuals)
+        order, shortcuts = execution_order(
+            streams[0], stage, layers, self.without_input, residuals=self._compares_residuals, most=self._most_kept
+        )
         if shortcuts:
             for number, stream in enumerate(streams):
-                stream.shortcuts = Shortcuts(shortcuts, partial(self._keep_input, number), self.residency.fetch)
+                keep = partial(self._keep_input, number)
+                stream.shortcuts = Shortcuts(shortcuts, keep, self.residency.fetch, self._most_kept)
         if self.ranks.size == 1 or not layers:
             return order
         return agreed_order(order, layers, layers[0].tensor(self.model).device, self.ranks)
+
+    @cached_property
+    def _most_kept(self) -> int:
+        """Numbers of an input of a batch that shortcuts keep though it is wider than the hidden state.
+
+        In main memory, those of all batches of both streams take at most as much as the model; elsewhere none are kept.
+        """
+        if not self.residency.keeps_wide_inputs or next(self.model.parameters()).device.type != "cpu":
+            return 0
+        batches = sum(len(part.batches) for part in self._shares) * (1 if self.reference is None else 2)
+        return sum(parameter.numel() for parameter in self.model.parameters()) // max(1, batches)
 
     @property
     def _compares_residuals(self) -> bool:

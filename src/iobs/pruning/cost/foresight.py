@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from iobs.core.patterns import Pattern
-from iobs.pruning.cost.inputs import with_affordable_steps
+from iobs.pruning.cost.inputs import with_affordable_epochs, with_affordable_steps
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.decisions.rounds import one_kind_of_steps
@@ -46,12 +46,13 @@ def foresee(
         seed: of the run.
     """
     with torch.no_grad(), store.prepared(), evaluating(store.model), seeded(store.model, seed):
-        model, layers, blocks = store.model, tuple(patterns), recipe.blocks
+        model, layers = store.model, tuple(patterns)
+        recipe = with_affordable_epochs(recipe, layers, data, store.device)
         chain = store.chain(data, layers)
         fit, heldout = split(Samples.of(list(data)), holdout, seed)
         tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
         decided = one_kind_of_steps(
-            Decisions(recipe.rounds, recipe.finetune, tuned, blocks), bool(chain), positions(data[0]) > 1
+            Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks), bool(chain), positions(data[0]) > 1
         )
         decided = with_affordable_steps(decided, model, layers, fit)
         sampled = decided.blocks.sampled if decided.blocks is not None else 0

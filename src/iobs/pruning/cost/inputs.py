@@ -1,4 +1,4 @@
-"""Inputs of the layers in a forward pass, and the gradient steps that their multiply-adds afford."""
+"""Inputs of the layers in a forward pass, and the gradient steps and epochs that their multiply-adds afford."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from iobs.pruning.calibration.blocks import hidden_of
-from iobs.pruning.cost.work import STEP_PASSES
+from iobs.pruning.cost.work import NETWORK_STEP, STEP_PASSES
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
-from iobs.pruning.recipe import FineTune
+from iobs.pruning.recipe import FineTune, Recipe
+from iobs.pruning.recipe.parts import MOST_EPOCHS
 from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
 
+_FIT_BUDGET = 1e14  # multiply-adds of block reconstruction and of steps of the whole network: about an hour on one core
+_SAMPLING_EPOCHS = 4.0  # fewer passes over the calibration windows do not overfit them, and need no sampled ones
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _ALIVE = 8  # latest inputs that a new one is compared with: layers that share an input are called in a row
 
@@ -117,3 +121,31 @@ def affordable(
         sample = sum(observed[layer.path].rows * layer.weights for layer in layers if layer.path in observed)
     count = int(_STEP_BUDGET / max(1.0, STEP_PASSES * sample * samples_of_step(step, fit)))
     return replace(step, steps=max(step.steps, min(step.most_steps, count)), most_steps=None)
+
+
+def with_affordable_epochs(
+    recipe: Recipe, layers: Sequence[Layer], data: Sequence[Batch], device: torch.device
+) -> Recipe:
+    """The recipe with a number of epochs of block reconstruction in place of "auto", see `BlockFit`.
+
+    Fewer epochs also mean fewer steps between projections, and no sampled windows where few epochs are left. Like all
+    budgets here it counts multiply-adds, so that it is the same on every CPU.
+
+    Args:
+        recipe: how to prune.
+        layers: the layers to prune.
+        data: calibration samples.
+        device: of the computations.
+    """
+    blocks = recipe.blocks
+    if blocks is None or blocks.epochs != "auto":
+        return recipe
+    epochs = MOST_EPOCHS
+    if device.type == "cpu" and data and batches.positions(data[0]) > 1:
+        positions = sum(batches.size(batch) * batches.positions(batch) for batch in data)
+        passes = STEP_PASSES * blocks.window + (NETWORK_STEP if blocks.network_steps else 0)
+        epochs = _FIT_BUDGET / max(1.0, passes * positions * sum(layer.weights for layer in layers))
+        epochs = round(min(MOST_EPOCHS, max(1.0, epochs)), 1)
+    between = math.ceil(blocks.between * epochs / MOST_EPOCHS)
+    sampled = 0 if blocks.sampled == "auto" and epochs < _SAMPLING_EPOCHS else blocks.sampled
+    return recipe.but(blocks=replace(blocks, epochs=epochs, between=between, sampled=sampled))

@@ -44,6 +44,7 @@ _STRONG = 64  # directions of the made-up inputs that are stronger than the othe
 _TOKENS = 1024  # most inputs of a Gram that is timed
 _ENTRIES = 2**22  # of a sum that is timed
 _CALLS, _MOST_CALLS, _ENOUGH = 3, 20, 0.3  # calls, and seconds of enough of them; the fastest counts
+_LONG = 1.0  # seconds after which a call is not repeated
 
 
 def measure(
@@ -98,9 +99,12 @@ def _positions(batch: Batch) -> int:
 
 
 def timed(call: Callable[[], object], device: torch.device, least: int | None = None, most: int = 0) -> float:
-    """Seconds of the fastest of `least` calls, by default a few; of at most `most` as long as they take little time."""
+    """Seconds of the fastest of `least` calls, by default a few; of at most `most` as long as they take little time.
+
+    Calls that take seconds are not repeated: their noise is small.
+    """
     times: list[float] = []
-    while len(times) < (least or _CALLS) or (len(times) < most and sum(times) < _ENOUGH):
+    while (len(times) < (least or _CALLS) and sum(times) < _LONG) or (len(times) < most and sum(times) < _ENOUGH):
         began = time.perf_counter()
         call()
         if device.type != "cpu":

@@ -32,7 +32,7 @@ from iobs.solvers.protocols import SolveCost, declared_cost
 
 # Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
-_NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
+NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
 _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one input runs
 _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
@@ -341,7 +341,7 @@ def _layers(
 
 def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
-    solves = 0.0
+    solves, single = 0.0, 0.0
     allocation = under_pattern(as_allocation(recipe.allocation), pattern)
     if allocation.criterion == "uniform" and not recipe.may_weigh_rows:
         return []
@@ -352,7 +352,12 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
-            solves += Solves(fast.for_layer(layer.name), prices).seconds(layer, rows=rows) * len(LEVELS)
+            of_layer = Solves(fast.for_layer(layer.name), prices)
+            single += of_layer.seconds(layer, rows=rows)
+            if workload.ranks == 1 and layer.groups == 1 and layer.shape[1] < WIDE:  # all levels share factorisations
+                solves += of_layer.seconds(layer, rows=rows * len(LEVELS))
+            else:
+                solves += of_layer.seconds(layer, rows=rows) * len(LEVELS)
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
         pieces["allocation"] += solves / min(workload.ranks, len(LEVELS)) + grams + passes
@@ -368,7 +373,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         and judges * workload.length >= ENOUGH_OUTPUTS
     )
     if searched and allocation.generations:
-        move = 2 * solves / len(LEVELS) / len(workload.layers) + judges * prices.forward * workload.length
+        move = 2 * single / len(workload.layers) + judges * prices.forward * workload.length
         search = "moves of weights between layers"
         parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
     return parts
@@ -390,7 +395,7 @@ def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list
     if fit is None or not fit.network_steps:
         return []
     step = (
-        _NETWORK_STEP * prices.forward * workload.step * (1 + workload.head / workload.weights)
+        NETWORK_STEP * prices.forward * workload.step * (1 + workload.head / workload.weights)
         + prices.update * workload.weights
     )
     step += prices.byte * (2 * workload.model_bytes + _MASTER_BYTES * workload.weights)

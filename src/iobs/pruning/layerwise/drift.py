@@ -15,11 +15,12 @@ from torch import Tensor
 
 from iobs.core.linalg import cholesky
 from iobs.errors import NotPositiveDefiniteError
-from iobs.pruning.calibration.gram import Gram, Statistics
+from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Gram, Statistics
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _LEAST_SHARE = 0.05  # held-out rows per calibration row, below which their error is too noisy
+_SAFE_DAMPING = 1e-3  # from which regressions of wide layers are computed in float32
 _LEAST_DAMPING = 1e-4  # the smallest damping used here, because the Gram of few samples is singular
 
 
@@ -59,18 +60,21 @@ def corrected(
     plain = _linear(gram, group, target)
     if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _LEAST_SHARE * gram.count:
         return Correction(plain)
-    metric, heldout_linear = heldout.own[group], _linear(heldout, group, target)
-    drift = plain - current @ hessian
+    # Damping bounds the condition, so that float32 chooses as well as float64 in half of the time.
+    single = len(hessian) >= SEARCH_COLUMNS and damping >= _SAFE_DAMPING
+    dtype = torch.float32 if single else hessian.dtype
+    metric, heldout_linear = heldout.own[group].to(dtype), _linear(heldout, group, target).to(dtype)
+    drift, base, start = (plain - current @ hessian).to(dtype), hessian.to(dtype), current.to(dtype)
 
     def regression(mu: float) -> Tensor | None:
         """The weights; None if rounding makes the Gram indefinite even with this damping."""
-        shifted = hessian.clone()
-        shifted.diagonal().add_(mu * hessian.diagonal().mean())
+        shifted = base.clone()
+        shifted.diagonal().add_(mu * base.diagonal().mean())
         try:
             factor = cholesky(shifted)
         except NotPositiveDefiniteError:
             return None
-        return current + torch.cholesky_solve(drift.T, factor).T
+        return start + torch.cholesky_solve(drift.T, factor).T
 
     def error(weight: Tensor | None) -> float:
         """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
@@ -92,7 +96,7 @@ def corrected(
             break
         if heldout_error < least:
             chosen, strength, least = weight, stronger, heldout_error
-    return Correction(plain if chosen is None else chosen @ hessian, strength)
+    return Correction(plain if chosen is None else chosen.to(hessian.dtype) @ hessian, strength)
 
 
 def _linear(gram: Gram, group: int, target: Tensor) -> Tensor:

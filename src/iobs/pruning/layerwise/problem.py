@@ -13,7 +13,7 @@ from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, grid_of
 from iobs.core.patterns import NM, Grid, Pattern, RowsOf, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.pruning.calibration.gram import WIDE, Gram, Statistics
+from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import solver_for
 from iobs.pruning.layerwise.patterns import patterns_of_groups
@@ -25,7 +25,6 @@ from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
-SEARCH_COLUMNS = 256  # columns from which a problem is solved in float32, in half of the time
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 

@@ -21,13 +21,12 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
 from iobs.errors import NonFiniteError
-from iobs.pruning.calibration.gram import Energies, Statistics, relative_output_error, target_energy
+from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Energies, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import share_of, sparsity_of
 from iobs.pruning.layerwise.problem import (
-    SEARCH_COLUMNS,
     Task,
     can_divide,
     can_share,

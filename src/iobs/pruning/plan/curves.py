@@ -26,7 +26,7 @@ from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
 from iobs.pruning.calibration.sweep import Moments, Sweep
-from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import Curve
 from iobs.pruning.recipe import LayerSettings
@@ -37,7 +37,7 @@ from iobs.pruning.workspace import Workspace
 
 FREE = 0  # in place of a number of bits: values that lie on no grid
 CURVE_ROWS = 1024  # least number of rows that stand for a layer; 32 rows cost a quarter of the gain at 70 % (LOG.md)
-CURVE_TOKENS = 65536  # most positions of text for curves
+CURVE_TOKENS = 16384  # most positions of text for curves: four times as many change no perplexity (LOG.md)
 POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
 
@@ -180,7 +180,9 @@ class CurveSweep:
     def weight_at(self, layer: Layer, keep: int) -> Tensor:
         """The layer's weight (rows, columns) with `keep` entries, from its kept Grams."""
         assert self.statistics is not None
-        return self._solved(layer, self.statistics[layer], layer.read(self.workspace.store.model), (FREE, keep), 1)
+        task = self._task(layer, layer.read(self.workspace.store.model), (FREE, keep), 1)
+        (weight,) = _solved([task], self.statistics[layer])
+        return weight
 
     @torch.no_grad()
     def _curves(self, layer: Layer, inputs: Callable[[], Statistics], fisher: RowFisher) -> JsonObject:
@@ -201,9 +203,8 @@ class CurveSweep:
             for density in sorted(densities)
         ]
         wanted = [(bits, keep) for bits, keep in dict.fromkeys(wanted) if bits != FREE or keep < full]
-        weights = current().each(
-            lambda place: self._solved(layer, statistics, rows, wanted[place], step), len(wanted), rows
-        )
+        tasks = [self._task(layer, rows, choice, step) for choice in wanted]
+        weights = _solved(tasks, statistics)
         points: dict[int, list[tuple[int, float]]] = {bits: [] for bits in self.densities}
         for (bits, keep), weight in zip(wanted, weights, strict=True):
             damage = scale * _damage(gram, weight - rows, _every(prices, step))
@@ -216,7 +217,7 @@ class CurveSweep:
             keep = max(1, round(self.tried * layer.weights))
             curve = Curve.of(points[FREE], energy)
             if keep < full and curve.at(keep) > 0:
-                weight = self._solved(layer, statistics, dense, (FREE, keep), 1)
+                (weight,) = _solved([self._task(layer, dense, (FREE, keep), 1)], statistics)
                 factor = self._divergence(layer, weight) / curve.at(keep)
                 factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
                 curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
@@ -235,8 +236,8 @@ class CurveSweep:
         with weights_written(model, {layer: weight}):
             return mean_loss(model, self._answers, kl_to_answers)
 
-    def _solved(self, layer: Layer, statistics: Statistics, rows: Tensor, choice: Choice, step: int) -> Tensor:
-        """Every step-th row of the layer's weight, pruned to the density of a choice."""
+    def _task(self, layer: Layer, rows: Tensor, choice: Choice, step: int) -> Task:
+        """Every step-th row of the layer's weight, to prune to the density of a choice."""
         bits, keep = choice
         settings, importance = self.settings[layer], self.workspace.importance_of(layer)
         if step > 1:
@@ -244,8 +245,24 @@ class CurveSweep:
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
         importance = None if importance is None else importance[::step]
         zeros = rows if settings.keep_zeros else None
-        task = Task(layer, self.pattern(bits, keep, layer), rows, None, settings, zeros, importance=importance)
-        return torch.cat([solution.weight for solution in solve_layer(task, statistics)])
+        return Task(layer, self.pattern(bits, keep, layer), rows, None, settings, zeros, importance=importance)
+
+
+def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
+    """The weights (rows, columns) of one layer's tasks, which differ in their patterns.
+
+    One process computes every factorisation once for all of them; several processes divide the tasks.
+    """
+    if not tasks:
+        return iter(())
+    ranks = current()
+    if ranks.size == 1 and can_share([task.layer for task in tasks], [task.settings for task in tasks]):
+        return (solution.weight for solution in solve_together(tasks, statistics))
+
+    def weight(place: int) -> Tensor:
+        return torch.cat([solution.weight for solution in solve_layer(tasks[place], statistics)])
+
+    return ranks.each(weight, len(tasks), tasks[0].current)
 
 
 def _every(prices: Tensor | None, step: int) -> Tensor | None:

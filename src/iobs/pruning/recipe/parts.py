@@ -33,6 +33,8 @@ Loss = LossName | LossFunction
 Augmentation = Callable[[Batch, torch.Generator], Batch]
 Optimizer = Literal["sgd", "momentum", "adam", "auto"]
 
+MOST_EPOCHS = 10.0  # of block reconstruction with epochs="auto"; more overfit the calibration samples
+
 
 def require_count(name: str, value: object, least: int) -> None:
     """Raise unless a setting is a whole number of at least `least`.
@@ -252,7 +254,8 @@ class BlockFit:
         between: gradient steps between two projections, on the block alone.
         steps: gradient steps of each window; 0 for none.
         epochs: most passes of a fit over the calibration samples, which limits `steps` and `network_steps`; None: no
-            limit.
+            limit. "auto": 10, and on a CPU fewer for large models of text: as many as take about 1e14 multiply-adds in
+            all, at least one.
         lr: learning rate of Adam, or "auto": short trials on the first block choose it on held-out samples.
         batch_size: samples per step. "auto": 1,024 tokens of text, or 16 samples of other data. Half of the short
             windows that a causal model gets are then joined, so that later positions are fitted too.
@@ -273,7 +276,7 @@ class BlockFit:
     masks: int = 3
     between: int = 50
     steps: int = 300
-    epochs: float | None = None
+    epochs: float | Literal["auto"] | None = None
     lr: float | Literal["auto"] = "auto"
     batch_size: int | Literal["auto"] = "auto"
     last: Literal["kl", "mse"] = "kl"
@@ -286,8 +289,8 @@ class BlockFit:
         counts |= {} if self.sampled == "auto" else {"sampled": 0}
         for name, least in counts.items():
             require_count(f"{name} of blocks", getattr(self, name), least)
-        if self.epochs is not None and not (is_a(Real, self.epochs) and self.epochs > 0):
-            raise ProblemError(f"epochs of blocks must be a number above zero or None, got {self.epochs!r}.")
+        if self.epochs not in (None, "auto") and not (is_a(Real, self.epochs) and self.epochs > 0):  # type: ignore[operator]
+            raise ProblemError(f'epochs of blocks must be a number above zero, "auto" or None, got {self.epochs!r}.')
         for name in ("lr", "network_lr"):
             rate = getattr(self, name)
             if rate != "auto" and not (is_a(Real, rate) and 0 < rate < math.inf):
@@ -309,9 +312,10 @@ class BlockFit:
         Args:
             batches: number of calibration batches of one step each.
         """
-        if self.epochs is None or self.epochs == math.inf:
+        epochs = MOST_EPOCHS if self.epochs == "auto" else self.epochs
+        if epochs is None or epochs == math.inf:
             return self
-        most = math.ceil(self.epochs * batches)
+        most = math.ceil(epochs * batches)
         return replace(self, steps=min(self.steps, most), network_steps=min(self.network_steps, most))
 
 

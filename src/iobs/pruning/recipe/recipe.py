@@ -414,7 +414,7 @@ PRESETS: dict[str, Recipe] = {
         allocation="auto",
         target="residual",
         curvature="auto",
-        blocks=BlockFit(masks=4, network_steps=1200, epochs=10.0, sampled="auto"),
+        blocks=BlockFit(masks=4, network_steps=1200, epochs="auto", sampled="auto"),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),
     ),
