@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from iobs.pruning.workspace import Request
 
 
-_SOLVERS = (*options.SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS)
-
-
 @dataclass(frozen=True)
 class PatternOptions:
     """Options for what becomes smaller, and how much.
