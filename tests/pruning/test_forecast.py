@@ -191,8 +191,15 @@ def test_command_line_warns_of_days_before_the_work(options, monkeypatch):
 def test_fastest_call_is_the_measured_one(monkeypatch):
     times = iter([0.0, 5.0, 10.0, 11.0, 20.0, 27.0])  # another program takes the processor in two of three calls
     monkeypatch.setattr(prices, "_CALLS", 3)
+    monkeypatch.setattr(prices, "_LONG", 100.0)
     monkeypatch.setattr(prices, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert prices.timed(lambda: None, torch.device("cpu")) == 1.0
+
+
+def test_call_that_takes_seconds_is_made_once(monkeypatch):
+    times = iter([0.0, 5.0])
+    monkeypatch.setattr(prices, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert prices.timed(lambda: None, torch.device("cpu")) == 5.0
 
 
 class Picky:
