@@ -30,6 +30,17 @@ class PostNorm(nn.Module):
         return self.norm(self.drop(self.down(torch.tanh(self.up(hidden)))) + hidden)
 
 
+class ByKeyword(nn.Module):
+    """A residual block that passes the input of its last layer by name."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+    def forward(self, hidden):
+        return self.norm(self.down(input=torch.tanh(self.up(hidden))) + hidden)
+
+
 class Bottleneck(nn.Module):
     """A residual block of convolutions, whose batch norm scales the output before the addition."""
 
@@ -48,6 +59,10 @@ class Bottleneck(nn.Module):
 
 def encoder():
     return nn.Sequential(*(PostNorm() for _ in range(2)), nn.Linear(8, 3)).eval(), [torch.randn(6, 5, 8)] * 2
+
+
+def by_keyword():
+    return nn.Sequential(*(ByKeyword() for _ in range(2)), nn.Linear(8, 3)).eval(), [torch.randn(6, 5, 8)] * 2
 
 
 def residual_network():
@@ -74,6 +89,7 @@ CASES = {
     "neox": (language("gpt_neox"), {"dense_4h_to_h": "out .."}),
     "vit": (pictures("timm_vit"), {"attn.proj": "in ../norm2", "mlp.fc2": "out .."}),
     "encoder": (encoder, {"down": "in norm"}),
+    "keyword": (by_keyword, {"down": "in norm"}),
     "convolutions": (residual_network, {"conv2": "sum"}),
 }
 

@@ -198,7 +198,11 @@ def _without_product(model: nn.Module, layer: Layer) -> Iterator[None]:
     if type(module) is not nn.Linear:
         yield
         return
-    with replaced_forwards([(module, lambda value: value.new_zeros(*value.shape[:-1], module.out_features))]):
+
+    def zeros(input: Tensor) -> Tensor:  # the name by which a caller may pass it
+        return input.new_zeros(*input.shape[:-1], module.out_features)
+
+    with replaced_forwards([(module, zeros)]):
         yield
 
 
