@@ -107,9 +107,7 @@ def _input_marks(stream: Stream, layers: Sequence[Layer]) -> tuple[dict[str, lis
         with captured_inputs(stream.model, stream.layers_of(stage, others), note):
             output = stream.run(stage, 0)
         if 0 <= stage < len(stream.chain):
-            hidden = hidden_of(output)
-            assert hidden is not None
-            stream.hidden = [hidden]
+            stream.pass_on(0, output)
         else:
             stream.advance(stage)
     return marks, _mark(outputs.logits(output))

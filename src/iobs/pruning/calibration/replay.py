@@ -150,9 +150,13 @@ class Stream:
                 self._record(index)
         else:
             for index in range(len(self.data)):
-                hidden = hidden_of(self.run(stage, index))
-                assert hidden is not None
-                self.hidden[index] = self.keep(index, hidden)
+                self.pass_on(index, self.run(stage, index))
+
+    def pass_on(self, index: int, output: object) -> None:
+        """Store the hidden state in the output of a block on the batch at `index`: the input of the next block."""
+        hidden = hidden_of(output)
+        assert hidden is not None
+        self.hidden[index] = self.keep(index, hidden)
 
     def cast_arguments(self, dtype: torch.dtype) -> None:
         """Convert the floating arguments of the blocks, except the hidden states, to another dtype."""

@@ -20,7 +20,7 @@ from iobs.core.grids import Budget
 from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import IOBSError, PatternError
-from iobs.pruning.calibration.blocks import Block, hidden_of
+from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.cost.inputs import ObservedInput, observing_inputs
@@ -170,12 +170,11 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
         if images or kind not in first:
             bringing = timed(partial(store.enter, stage), store.device, 1)
             with observing_inputs(store.model, members, POSITIONS) as observed:
-                hidden = hidden_of(stream.run(stage, 0))
+                output = stream.run(stage, 0)
             seconds = timed(partial(stream.run, stage, 0), store.device)
             store.release(stage)
             first[kind] = block, seconds, bringing, observed
-            assert hidden is not None
-            stream.hidden[0] = hidden
+            stream.pass_on(0, output)
         alike, seconds, bringing, observed = first[kind]
         total.seconds, total.bringing = total.seconds + seconds, total.bringing + bringing
         for path, entry in observed.items():

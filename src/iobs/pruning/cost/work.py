@@ -17,7 +17,7 @@ from iobs.pruning.decisions.learning_rate import candidates
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
-from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, solves_by_rows
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, row_step
@@ -352,12 +352,13 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
-            of_layer = Solves(fast.for_layer(layer.name), prices)
+            settings = fast.for_layer(layer.name)
+            of_layer, levels = Solves(settings, prices), len(LEVELS)
             single += of_layer.seconds(layer, rows=rows)
-            if workload.ranks == 1 and layer.groups == 1 and layer.shape[1] < WIDE:  # all levels share factorisations
-                solves += of_layer.seconds(layer, rows=rows * len(LEVELS))
+            if workload.ranks == 1 and can_share([layer] * levels, [settings] * levels):
+                solves += of_layer.seconds(layer, rows=rows * levels)
             else:
-                solves += of_layer.seconds(layer, rows=rows) * len(LEVELS)
+                solves += of_layer.seconds(layer, rows=rows) * levels
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
         pieces["allocation"] += solves / min(workload.ranks, len(LEVELS)) + grams + passes
