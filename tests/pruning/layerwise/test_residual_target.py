@@ -98,11 +98,11 @@ def recorded(model, path, data, side):
     """Inputs or outputs of a module on all batches."""
     kept = []
 
-    def hook(module, args, output):
-        value = args[0] if side == "in" else output
+    def hook(module, args, kwargs, output):
+        value = (*args, *kwargs.values())[0] if side == "in" else output
         kept.append((value[0] if isinstance(value, tuple) else value).clone())
 
-    handle = model.get_submodule(path).register_forward_hook(hook)
+    handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
     with torch.no_grad():
         for batch in data:
             batches.forward(model, batch)
