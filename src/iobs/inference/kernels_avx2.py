@@ -45,6 +45,7 @@ from iobs.inference.vectors import (
     write_real,
     write_sums,
     zero_reals8,
+    zeros,
 )
 from iobs.inference.vectors import call as _call
 from iobs.inference.vectors import constant as _constant
@@ -162,23 +163,10 @@ def gather8(builder: Code, _: Code, base: Code, columns: Code) -> Code:
     return _call(builder, "llvm.x86.avx2.gather.d.ps.256", F32x8.llvm, arguments)
 
 
-# ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
-@operation(lambda tokens: Tile(F32x8, len(tokens) * max(1, 4 // len(tokens))))
-def real_tile8(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: float32 accumulators, enough of them to hide the latency of a multiply-add."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(F32x8, len(tokens)))
-def scaled_tile8(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: a float32 accumulator for each token, for scaled sums of integers."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(I32x8, len(tokens)))
-def integer_tile8(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: an int32 accumulator for each token."""
-    return ir.Constant(signed.return_type.llvm, None)
+# ---- tiles: one or more accumulators for each token; as in `kernels_avx512.py`
+real_tile8 = zeros(F32x8, lambda tokens: max(1, 4 // tokens))
+scaled_tile8 = zeros(F32x8)
+integer_tile8 = zeros(I32x8)
 
 
 @operation(lambda tile, tokens, offset, weights: tile)

@@ -21,7 +21,6 @@ from iobs.inference.vectors import (
     I16x16,
     I16x32,
     I32x16,
-    Tile,
     Value,
     add_scaled,
     count_bits,
@@ -40,6 +39,7 @@ from iobs.inference.vectors import (
     write_real,
     write_sums,
     zero_reals16,
+    zeros,
 )
 from iobs.inference.vectors import call as _call
 from iobs.inference.vectors import constant as _constant
@@ -115,28 +115,11 @@ def write_scaled(builder: Code, _: Code, address: Code, values: Code, scale: Cod
     builder.store(scaled, builder.inttoptr(address, reals.as_pointer()), align=4)
 
 
-# ---- tiles: one or more accumulators for each token; `tokens` are the addresses of the tokens' activations
-def _for_each(tokens: Code) -> int:
-    """Accumulators for each token: enough independent sums to hide the latency of a multiply-add."""
-    return max(1, min(4, 8 // len(tokens)))
-
-
-@operation(lambda tokens: Tile(F32x16, len(tokens) * _for_each(tokens)))
-def real_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: float32 accumulators for bfloat16 weights."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(F32x16, len(tokens)))
-def scaled_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: a float32 accumulator for each token, for scaled sums of integers."""
-    return ir.Constant(signed.return_type.llvm, None)
-
-
-@operation(lambda tokens: Tile(I32x16, len(tokens)))
-def integer_tile(_: Code, signed: Code, tokens: Code) -> Code:
-    """Zeros: an int32 accumulator for each token."""
-    return ir.Constant(signed.return_type.llvm, None)
+# ---- tiles: one or more accumulators for each token
+# For bfloat16 weights, enough of them to hide the latency of a multiply-add; for scaled sums of integers; for the sums.
+real_tile = zeros(F32x16, lambda tokens: max(1, min(4, 8 // tokens)))
+scaled_tile = zeros(F32x16)
+integer_tile = zeros(I32x16)
 
 
 @operation(lambda tile, tokens, offset, low, high: tile)

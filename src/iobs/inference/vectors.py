@@ -110,6 +110,20 @@ _WITH_CONTEXT: list[Callable[[Callable[..., Code]], Code]] = [
 ]
 
 
+def zeros(lanes: Code, each: Callable[[int], int] = lambda tokens: 1) -> Code:
+    """An operation that makes a tile of zeros from the addresses of the tokens' activations.
+
+    Args:
+        lanes: type of an accumulator.
+        each: number of tokens -> accumulators for each of them.
+    """
+
+    def tile(_: Code, signed: Code, tokens: Code) -> Code:
+        return ir.Constant(signed.return_type.llvm, None)
+
+    return operation(lambda tokens: Tile(lanes, len(tokens) * each(len(tokens))))(tile)
+
+
 def _function(builder: Code, kind: Code, name: str) -> Code:
     return cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
 
