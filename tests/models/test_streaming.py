@@ -130,7 +130,8 @@ def test_best_runs_from_files_as_its_parts_that_need_no_whole_network(tmp_path):
     data, best = families.language_batches(count=3), iobs.Recipe.preset("best")
     few = replace(best.blocks, masks=2, network_steps=3, steps=2, between=1, epochs=None, lr=1e-3, network_lr=1e-3)
     best = best.but(blocks=few, **OPTIONS)
-    parts = iobs.Recipe(target="residual", allocation=iobs.Allocation("fisher"), blocks=few, **OPTIONS)
+    given = {"target": "residual", "allocation": iobs.Allocation("fisher"), "curvature": "auto"}
+    parts = iobs.Recipe(blocks=few, **given, **OPTIONS)
     for name, recipe in (("best", best), ("parts", parts)):
         with StreamedStore.open(tmp_path / "model", tmp_path / name) as store:
             report = iobs.prune(store, data, 0.5, recipe, holdout=0.25)

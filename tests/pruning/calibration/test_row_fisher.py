@@ -41,8 +41,9 @@ def test_prices_are_squared_gradients_at_outputs(convolution, frozen):
     layer = find_layers(model)[0]
     found = row_fisher(model, [layer], [], Samples.of(batches), seed=3)
     assert all(parameter.requires_grad is not frozen for parameter in model.parameters())
-    generator, total = torch.Generator().manual_seed(3), 0.0
-    for batch in batches:
+    total = 0.0
+    for place, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(3 + place)
         hidden = model[0](batch).detach().requires_grad_()
         logs = model[1](hidden).log_softmax(-1)
         labels = torch.multinomial(logs.detach().exp(), 1, generator=generator)
@@ -61,9 +62,9 @@ def test_prices_of_text_are_squared_gradients_at_outputs():
     layers = find_layers(model)
     found = row_fisher(model, layers, [], Samples.of(batches), seed=3)
     for layer in layers[-2:]:
-        generator, total, count = torch.Generator().manual_seed(3), 0.0, 0
-        for batch in batches:
-            outputs = []
+        total, count = 0.0, 0
+        for place, batch in enumerate(batches):
+            generator, outputs = torch.Generator().manual_seed(3 + place), []
             hook = model.get_submodule(layer.path).register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
             tokens = batch["input_ids"] if isinstance(batch, dict) else batch
             tokens = tokens[0] if isinstance(tokens, (tuple, list)) else tokens

@@ -122,13 +122,18 @@ def row_fisher(
         ProblemError: the outputs of the model have no gradient.
     """
     share = ranks.share(part.first(PROBE, PROBE_TOKENS))
-    data = [piece for batch in share.batches for piece in batches.pieces(batch)]
-    generator = torch.Generator().manual_seed(seed + ranks.rank)
+    data, draws = [], []
+    for place, batch in enumerate(share.batches):
+        # A seed for each batch, so that labels do not depend on the number of ranks.
+        generator = torch.Generator().manual_seed(seed + place * ranks.size + ranks.rank)
+        for piece in batches.pieces(batch):
+            data.append(piece)
+            draws.append(generator)
     squares = _Squares(model, layers)
     if chain:
-        _BlockwisePass(model, layers, chain, data, generator, squares, residency or Residency()).run()
+        _BlockwisePass(model, layers, chain, data, draws, squares, residency or Residency()).run()
     else:
-        for batch in data:
+        for batch, generator in zip(data, draws, strict=True):
             squares.add(layers, partial(_likelihood_of_model, model, batch, generator))
     return squares.result(sum(attended_count(model, batch) for batch in data), ranks)
 
@@ -223,7 +228,7 @@ class _BlockwisePass:
         layers: the layers to prune.
         chain: its blocks.
         data: batches.
-        generator: draws the labels.
+        generators: draw the labels, by batch.
         squares: takes the gradients.
         residency: brings the blocks into memory, and keeps hidden states.
     """
@@ -232,7 +237,7 @@ class _BlockwisePass:
     layers: Sequence[Layer]
     chain: list[Block]
     data: list[Batch]
-    generator: torch.Generator
+    generators: list[torch.Generator]
     squares: _Squares
     residency: Residency
 
@@ -276,7 +281,7 @@ class _BlockwisePass:
     def _likelihood_behind(self, stream: Stream, index: int, hidden: Tensor) -> Tensor:
         """The likelihood from the output of the last block, which the modules behind it may change in place."""
         output = stream.output(index, hidden.clone())
-        return _likelihood(self.model, self.data[index], self.generator, output)
+        return _likelihood(self.model, self.data[index], self.generators[index], output)
 
     def _keep(self, stage: int, index: int, hidden: Tensor) -> Tensor:
         """Store what a batch has at the entry of a stage: its hidden state, and later the gradient of this state."""
