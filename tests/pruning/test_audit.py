@@ -18,7 +18,7 @@ from iobs.pruning.network.layers import find_layers
 
 def test_audit_counts_zeros_of_a_model_and_of_its_files(tmp_path):
     model, data = build("perceptron")
-    iobs.prune(model, data, iobs.Unstructured(0.7), "one-shot")
+    iobs.prune(model, data, iobs.Unstructured(0.7), iobs.Recipe())
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     of_model = {row.name: row.zeros for row in iobs.audit(model)}
     of_files = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7))}

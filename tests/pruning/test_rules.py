@@ -6,10 +6,11 @@ import pytest
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
 
+EQUAL = iobs.Recipe(target="residual")
 DIVIDED = iobs.Recipe(solver="magnitude", allocation="fisher")
 
 
-def pruned(rules, pattern=0.5, recipe="one-shot"):
+def pruned(rules, pattern=0.5, recipe=EQUAL):
     model, data = menagerie.build("transformer")
     report = iobs.prune(model, data, pattern, recipe, rules=rules)
     return {row.name: row for row in report.audit}, report, model

@@ -63,12 +63,12 @@ def prune(
         data: calibration data, an iterable of batches (a list, a DataLoader): tensors, tuples (inputs, labels), or
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
-            (recipes "fast" and "best") the sparsity is that of all pruned layers together. Layers left dense do
-            not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)` chooses
-            sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels, neurons and
-            heads: the model becomes narrower.
+            (recipes "one-shot", "fast" and "best") the sparsity is that of all pruned layers together. Layers left
+            dense do not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)`
+            chooses sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels,
+            neurons and heads: the model becomes narrower.
         recipe: "fast": the best single projection. "best": rounds of fine-tuning towards the dense model. "one-shot":
-            every layer once, to the same sparsity. "paper": Algorithm 2 to the letter. Or a `Recipe`, or the path of a
+            every layer once, no gradient steps. "paper": Algorithm 2 to the letter. Or a `Recipe`, or the path of a
             YAML file.
         include: names of the layers to prune, shell style ("*.mlp.*") or "re:...". Default: all layers but output
             heads, weights tied to an embedding, and depthwise convolutions.

@@ -151,7 +151,7 @@ def test_audit_of_files_equals_the_report_for_attention(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     model = Encoder()
-    report = iobs.prune(model, [correlated(40, 6)], iobs.Unstructured(0.7), "one-shot", ignore="head")
+    report = iobs.prune(model, [correlated(40, 6)], iobs.Unstructured(0.7), iobs.Recipe(), ignore="head")
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7)) if row.zeros}
     assert found == {row.name: row.zeros for row in report.audit}

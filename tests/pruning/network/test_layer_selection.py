@@ -39,7 +39,7 @@ def test_parametrised_attention_projections_are_pruned():
             return self.head(self.attention(x, x, x)[0])
 
     model = Attention()
-    report = iobs.prune(model, [torch.randn(20, 5, 8)], iobs.Unstructured(0.5), "one-shot")
+    report = iobs.prune(model, [torch.randn(20, 5, 8)], iobs.Unstructured(0.5), iobs.Recipe())
     projections = [f"attention.in_proj_weight.{name}" for name in "qkv"]
     assert {row.name for row in report.audit} == {*projections, "attention.out_proj", "head"}
     assert int((model.attention.in_proj_weight == 0).sum()) == 3 * 32

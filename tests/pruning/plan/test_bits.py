@@ -233,7 +233,7 @@ def test_rules_are_outside_the_budget():
 @pytest.mark.parametrize(
     ("budget", "recipe", "message"),
     [
-        (iobs.Budget(3.0), "one-shot", "divided by the damage of each layer"),
+        (iobs.Budget(3.0), Recipe(), "divided by the damage of each layer"),
         (iobs.Budget(1.0), "fast", "need at least"),
         (iobs.Budget(3.0), Recipe(allocation=iobs.Allocation("fisher", most=0.8)), "without bounds"),
         (iobs.Budget(3.0), Recipe(solver="obc", allocation="fisher"), "cannot put weights on the grid"),

@@ -31,7 +31,7 @@ from iobs.pruning.workspace import Workspace
         ({"damping": 0.02}, "damping was 0.01 and is 0.02"),
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"ignore": "0"}, "layers are 2 instead of 3: now without 0"),
-        ({"allocation": iobs.Allocation("fisher")}, "allocation was uniform and is .*fisher"),
+        ({"allocation": iobs.Allocation("fisher")}, "allocation.criterion was auto and is fisher"),
         ({"rounds": 3}, "rounds.count was 1 and is 3; rounds.schedule was constant and is auto"),
     ],
 )

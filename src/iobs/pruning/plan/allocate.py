@@ -50,7 +50,7 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
     patterns = dict(workspace.request.patterns)
     allocation = under_pattern(as_allocation(workspace.recipe.allocation), pattern)
     layers = tuple(layer for layer, own in patterns.items() if own is pattern)
-    if allocation.criterion == "uniform" or not layers:
+    if allocation.criterion == "uniform" or workspace.recipe.network_solver is not None or not layers:
         return patterns, []
     if allocation.criterion == "auto" and not workspace.fisher.known and not isinstance(pattern, Budget):
         return patterns, []

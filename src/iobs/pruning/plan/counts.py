@@ -83,7 +83,7 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
         if allocation.criterion not in ("auto", "fisher") or allocation != plain:
             raise PatternError(
                 'A budget of bits is divided by the damage of each layer: it takes the allocation "auto" or "fisher" '
-                f'without bounds, as the recipes "fast" and "best" have, got {allocation.criterion!r}.'
+                f"without bounds, as the recipes have, got {allocation.criterion!r}."
             )
         return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None

@@ -188,7 +188,7 @@ class Recipe:
     @property
     def may_weigh_rows(self) -> bool:
         """True if rows are weighted by their Fisher information, at least in models of text."""
-        return self.curvature != "layer" and not self.reads_weights_only
+        return self.curvature != "layer" and self.network_solver is None and not self.reads_weights_only
 
     def with_quick_solver(self, quick: Solver) -> Recipe:
         """The recipe with another solver in place of ADMM, for solves that only measure; other solvers stay."""
@@ -394,26 +394,21 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+_ONE_SHOT = Recipe(allocation=Allocation("auto", generations=0), target="residual", curvature="auto")
 _DISTILLATION = FineTune(
     lr="auto", optimizer="auto", steps=25, loss="kl", decay=True, batch_size="auto", augment="auto"
 )
 
-# "one-shot" prunes every layer once to the same sparsity. "fast" adds an allocation and a short block reconstruction.
+# "one-shot" prunes every layer once; one backward pass divides the sparsity. "fast" adds a short block reconstruction.
 # "best" reconstructs blocks with moving masks, and takes steps of the whole network. It grows the sparsity over rounds
 # where the first projection does damage, and fine-tunes on the final support. What is "auto" is found on the
 # calibration data (LOG.md has the measurements). "paper" is Algorithm 2 to the letter.
 PRESETS: dict[str, Recipe] = {
-    "one-shot": Recipe(target="residual"),
-    "fast": Recipe(
-        allocation=Allocation("auto", generations=0),
-        target="residual",
-        curvature="auto",
-        blocks=BlockFit(masks=1, steps=100, epochs=1.0),
-    ),
-    "best": Recipe(
+    "one-shot": _ONE_SHOT,
+    "fast": replace(_ONE_SHOT, blocks=BlockFit(masks=1, steps=100, epochs=1.0)),
+    "best": replace(
+        _ONE_SHOT,
         allocation="auto",
-        target="residual",
-        curvature="auto",
         blocks=BlockFit(masks=4, network_steps=1200, epochs="auto", sampled="auto"),
         rounds=Rounds(5, "auto", finetune=replace(_DISTILLATION, support="fixed")),
         finetune=replace(_DISTILLATION, steps=600, most_steps=4800, parameters="all"),

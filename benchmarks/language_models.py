@@ -1,0 +1,163 @@
+"""A real language model of 135 million parameters: perplexity of every method and recipe beside the peers'.
+
+    python benchmarks/language_models.py [MODEL] [--patterns 0.5 0.6 0.7 2:4 4:8] [--methods NAME...]
+
+MODEL is a directory of transformers; by default SmolLM2-135M as `real_models.py smollm2` beside zoo.py makes it.
+Calibration: 64 windows of 512 tokens of C4. Judged on 32 windows of 1,024 tokens each of WikiText-2 (test) and of other
+documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone. Peers are written here or in the
+library and run by the same evaluation; "divided" peers take our division among layers and rows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from alps_like import ALPSLike
+from rows import Row, Rows, measured, parser, stamp
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import iobs
+from iobs.pruning.recipe import Allocation, Recipe
+
+MODEL = Path.home() / ".cache" / "iobs-real-models" / "smollm2"
+WINDOWS, LENGTH, BATCH = 64, 512, 4
+JUDGED, JUDGED_LENGTH = 32, 1024
+PATTERNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
+DENSE = "dense"
+_DIVIDED: dict[str, Any] = {"allocation": Allocation("auto", generations=0), "curvature": "auto"}
+METHODS: dict[str, Recipe | str] = {
+    "magnitude": Recipe(solver="magnitude"),
+    "Wanda": Recipe(solver="wanda"),
+    "SparseGPT": Recipe(solver="sparsegpt"),
+    "SparseGPT, divided": Recipe(solver="sparsegpt", **_DIVIDED),
+    "ALPS-like": Recipe(solver=ALPSLike()),
+    "one-shot, equal shares": Recipe(target="residual"),
+    "one-shot": "one-shot",
+    "fast": "fast",
+    "best": "best",
+}
+QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
+
+
+def texts(model: Path, data: Path) -> dict[str, Tensor]:
+    """Token windows: "calibration" (windows, `LENGTH`); "WikiText-2" and "C4" (windows, `JUDGED_LENGTH`); int64."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def packed(documents: list[str], windows: int, length: int) -> Tensor:
+        found: list[int] = []
+        for document in documents:
+            found += tokens(document + "\n\n")
+            if len(found) >= windows * length:
+                break
+        return torch.tensor(found[: windows * length]).view(windows, length)
+
+    with gzip.open(data / "c4" / "c4_sample.jsonl.gz", "rt", encoding="utf8") as file:
+        documents = [json.loads(line)["text"] for line in file]
+    wiki = (data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf8")[:400_000]
+    return {
+        "calibration": packed(documents, WINDOWS, LENGTH),
+        "WikiText-2": packed([wiki], JUDGED, JUDGED_LENGTH),
+        "C4": packed(documents[-300:], JUDGED, JUDGED_LENGTH),
+    }
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, windows: Tensor) -> float:
+    """Perplexity of the next token; windows (windows, tokens), int64."""
+    losses = []
+    for window in windows.split(1):
+        scores = model(input_ids=window).logits[0, :-1].float()
+        losses.append(float(functional.cross_entropy(scores, window[0, 1:])))
+    return math.exp(sum(losses) / len(losses))
+
+
+def loaded(model: Path) -> torch.nn.Module:
+    """The dense model in float32."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) -> Row:
+    """Perplexities after one run, and its processor time."""
+    model = loaded(folder)
+    row: Row = {"zeros": 0.0, "seconds": 0.0, "processor_seconds": 0.0}
+    if method != DENSE:
+        batches = [{"input_ids": windows} for windows in text["calibration"].split(BATCH)]
+        with measured() as work:
+            report = iobs.prune(model, batches, pattern, METHODS[method])
+        row = {"zeros": sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)}
+        row |= work.fields()
+    return row | {name: perplexity(model, text[name]) for name in ("WikiText-2", "C4")}
+
+
+def tables(rows: list[Row]) -> str:
+    """The page: one table for each pattern."""
+    lines = ["# A language model of 135 million parameters", "", "Made by `python benchmarks/language_models.py`.", ""]
+    lines += [
+        "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate. "
+        "Perplexity on WikiText-2 and on other documents of C4; processor seconds of `iobs.prune` on one thread, and "
+        "their ratio to SparseGPT's. Peers give every layer the same share; a method that is missing was not run.",
+        "",
+    ]
+    dense = [row for row in rows if row["method"] == DENSE]
+    for pattern in dict.fromkeys(row["pattern"] for row in rows if row["method"] != DENSE):
+        chosen = {row["method"]: row for row in rows if row["pattern"] == pattern and row["method"] != DENSE}
+        plain = chosen.get("SparseGPT")
+        lines += [
+            f"## {_shown(pattern)}",
+            "",
+            "| method | WikiText-2 | C4 | seconds | / SparseGPT |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [f"| dense | {row['WikiText-2']:.1f} | {row['C4']:.1f} | | |" for row in dense]
+        for method in METHODS:
+            if method in chosen:
+                row = chosen[method]
+                ratio = f"{row['processor_seconds'] / plain['processor_seconds']:.1f}" if plain else ""
+                scores = f"{row['WikiText-2']:.1f} | {row['C4']:.1f}"
+                lines.append(f"| {method} | {scores} | {row['processor_seconds']:.0f} | {ratio} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(pattern: str) -> str:
+    return pattern if ":" in pattern else f"{float(pattern):.0%} zeros".replace("%", " %")
+
+
+def wanted(methods: list[str], patterns: list[str]) -> Iterator[tuple[str, str]]:
+    """Methods and patterns, in the order in which they are measured."""
+    yield DENSE, "0"
+    for pattern in patterns:
+        for method in methods:
+            yield method, pattern
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("model", nargs="?", type=Path, default=MODEL)
+    options.add_argument("--patterns", nargs="*", default=[*PATTERNS])
+    options.add_argument("--methods", nargs="*", default=[*METHODS], choices=[*METHODS])
+    given = options.parse_args()
+    if not (given.model / "config.json").exists():
+        print(f"No rows of language models: {given.model} is no model directory; real_models.py makes it.")
+        return
+    torch.set_num_threads(1)
+    rows, text = Rows("language_models", ("method", "pattern"), again=given.again), texts(given.model, given.data)
+    methods, patterns = (list(QUICK), ["0.5"]) if given.quick else (given.methods, given.patterns)
+    for method, pattern in wanted(methods, patterns):
+        if not rows.has(method=method, pattern=pattern):
+            rows.put({"method": method, "pattern": pattern} | measure(given.model, method, pattern, text) | stamp(0))
+
+
+if __name__ == "__main__":
+    main()
