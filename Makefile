@@ -145,6 +145,8 @@ benchmarks: setup
 	$(BENCHMARK)/resume_kills.py --ranks 2 --kills 5
 	$(BENCHMARK)/two_ranks.py
 	$(BIN)/python benchmarks/busy_machine.py
+	$(BENCHMARK)/depth.py $(AGAIN)
+	$(BENCHMARK)/language_models.py --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1
 	$(BENCHMARK)/scale.py --model 1.1b --layers 1 --threads 1
 	$(BENCHMARK)/scale.py

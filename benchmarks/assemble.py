@@ -13,10 +13,12 @@ import blocks
 import breadth
 import busy_machine
 import chita_report
+import depth
 import equal_bytes
 import exports
 import grid_layers
 import grid_report
+import language_models
 import layer_report
 import layer_shapes
 import networks_report
@@ -78,6 +80,12 @@ SECTIONS = (
             ),
         ),
     ),
+    Section(
+        "language_models",
+        language_models.tables,
+        "a real language model, ours and peers",
+        (("50 % zeros", "A language model of 135 million parameters, 50 % zeros (perplexity)"),),
+    ),
     Section("networks", networks_report.tables, "accuracy against sparsity, ours and peers, on five networks"),
     Section("networks", chita_report.tables, "the strongest peer: its authors' figures beside ours", page="chita"),
     Section("resnet20_oneshot", resnet20_oneshot.tables, "the solvers alone, on one network"),
@@ -133,6 +141,7 @@ SECTIONS = (
     Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
+    Section("depth", depth.tables, "cost against the number of blocks"),
     Section("busy_machine", busy_machine.tables, "threads beside other programs"),
     Section(
         "scale",

@@ -178,6 +178,6 @@ def prune_directory(
     holdout: float = 0.0,
     **options,
 ) -> iobs.Report:
-    """Prune a model directory into another one with one block in memory at a time."""
+    """Prune a model directory into another one with one block in memory at a time, every layer to the same sparsity."""
     with StreamedStore.open(source, output, arithmetic=arithmetic) as store:
-        return iobs.prune(store, data, pattern, "one-shot", holdout=holdout, **options)
+        return iobs.prune(store, data, pattern, iobs.Recipe(target="residual"), holdout=holdout, **options)

@@ -88,7 +88,7 @@ def counted(coverage):
 
 def check(name):
     model, batches = build(name)
-    report = iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0)
+    report = iobs.prune(model, batches, 0.5, iobs.Recipe(target="residual"), solver="magnitude", holdout=0.0)
     found = report.coverage
     with folded(model):
         assert counted(found) == own_count(model)
@@ -143,14 +143,14 @@ def test_coverage_of_a_streamed_model_equals_the_resident_one(tmp_path):
     again = load(tmp_path / "out").module
     assert counted(streamed.coverage) == own_count(again)
     whole = load(tmp_path / "model").module
-    resident = iobs.prune(whole, data, 0.5, "one-shot", solver="magnitude", holdout=0.0)
+    resident = iobs.prune(whole, data, 0.5, iobs.Recipe(target="residual"), solver="magnitude", holdout=0.0)
     assert streamed.coverage == resident.coverage
 
 
 def test_dense_share_of_20_percent_warns_once():
     model, batches = build("squared")
     with pytest.warns(CoverageWarning, match=r"Only \d+% of the weight entries.*can be observed .other.") as caught:
-        report = iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0)
+        report = iobs.prune(model, batches, 0.5, iobs.Recipe(target="residual"), solver="magnitude", holdout=0.0)
     assert len(caught) == 1
     assert str(caught[0].message) in report.notes
 
@@ -165,7 +165,7 @@ def test_warned_share_leaves_out_embeddings_and_heads():
 @pytest.mark.parametrize("ignored", [None, "fc1"])
 def test_embeddings_and_choices_of_the_user_warn_not(ignored):
     model, batches = build("tied") if ignored is None else build("perceptron")
-    iobs.prune(model, batches, 0.5, "one-shot", solver="magnitude", holdout=0.0, ignore=ignored)
+    iobs.prune(model, batches, 0.5, iobs.Recipe(target="residual"), solver="magnitude", holdout=0.0, ignore=ignored)
 
 
 def test_model_without_layers_is_refused_with_what_is_there():

@@ -169,7 +169,7 @@ def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
 
 def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_ranks(gpu, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
-    data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot").but(target="residual")
+    data, recipe = families.language_batches(count=4), iobs.Recipe(target="residual")
     store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / "out")
     chosen = store.select(None, None, False)
     plans = [store.plan(chosen, data, recipe, holdout) for holdout in (0.0, 0.25)]

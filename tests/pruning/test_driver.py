@@ -26,7 +26,7 @@ COUNTED = [
 @pytest.mark.parametrize(("name", "solver"), COUNTED)
 def test_prune_gives_every_layer_the_exact_count(name, solver):
     model, data = build(name)
-    report = iobs.prune(model, data, iobs.Unstructured(0.6), "one-shot", solver=solver)
+    report = iobs.prune(model, data, iobs.Unstructured(0.6), iobs.Recipe(target="residual"), solver=solver)
     found = zeros_of(model)
     for row in report.audit:
         assert row.zeros == row.asked == found[row.name]
@@ -126,7 +126,7 @@ def test_task_step_is_line_9_of_algorithm_2():
     model, data = build("perceptron")
     step = iobs.FineTune(lr=0.05, optimizer="sgd", steps=1, loss="task")
     projected = copy.deepcopy(model)
-    iobs.prune(projected, data, iobs.Unstructured(0.5), "one-shot", holdout=0)
+    iobs.prune(projected, data, iobs.Unstructured(0.5), iobs.Recipe(), holdout=0)
     inputs, targets = torch.cat([b[0] for b in data]), torch.cat([b[1] for b in data])
     nn.functional.cross_entropy(projected(inputs), targets).backward()
     expected = projected.fc1.weight - 0.05 * projected.fc1.weight.grad
@@ -137,9 +137,8 @@ def test_task_step_is_line_9_of_algorithm_2():
             seen.append(problem.anchor)
             return iobs.solve(problem, pattern)
 
-    iobs.prune(
-        model, data, iobs.Unstructured(0.5), "one-shot", holdout=0, rounds=iobs.Rounds(2, finetune=step), solver=Spy()
-    )
+    recipe = iobs.Recipe(rounds=iobs.Rounds(2, finetune=step), solver=Spy())
+    iobs.prune(model, data, iobs.Unstructured(0.5), recipe, holdout=0)
     torch.testing.assert_close(seen[3].float(), expected.detach(), rtol=1e-4, atol=1e-6)
 
 

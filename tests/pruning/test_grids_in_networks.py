@@ -150,7 +150,7 @@ def test_solvers_of_grids_need_a_grid():
 
 def test_audit_finds_a_weight_off_the_grid():
     model, data = three_layers()
-    report = iobs.prune(model, data, SPARSE, "one-shot")
+    report = iobs.prune(model, data, SPARSE, Recipe(target="residual"))
     names = [row.name for row in report.audit]
     with torch.no_grad():
         weight = model[0].weight
@@ -176,7 +176,7 @@ def test_low_memory_gives_the_weights_of_a_run_in_memory(tmp_path):
     report = prune_directory(
         tmp_path / "model", tmp_path / "out", data, SPARSE, solver="sparsegpt", arithmetic=torch.bfloat16
     )
-    whole = iobs.prune(model, data, SPARSE, "one-shot", holdout=0.0, solver="sparsegpt")
+    whole = iobs.prune(model, data, SPARSE, Recipe(target="residual"), holdout=0.0, solver="sparsegpt")
     model.save_pretrained(tmp_path / "whole")
     expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -189,7 +189,8 @@ def test_a_network_widened_in_memory_stores_grid_values(tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     loaded = load(tmp_path / "model")
     assert loaded.module.dtype == torch.float32
-    report = iobs.prune(loaded.module, families.language_batches(), SPARSE, "one-shot", solver="sparsegpt")
+    recipe = Recipe(target="residual", solver="sparsegpt")
+    report = iobs.prune(loaded.module, families.language_batches(), SPARSE, recipe)
     loaded.save(tmp_path / "out")
     audit(tmp_path / "out", SPARSE, [row.name for row in report.audit])
 

@@ -301,7 +301,14 @@ def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_pa
         options = ["--data", f"{file}:batches", "--device", device, "-o", str(tmp_path / device)]
         return CliRunner().invoke(app, ["prune", f"{file}:net", *options, *more])
 
-    one_shot = ["--recipe", "one-shot", "--solver", "magnitude"]  # without arithmetic, which differs between devices
+    one_shot = [
+        "--recipe",
+        "one-shot",
+        "--solver",
+        "magnitude",
+        "--set",
+        "allocation=uniform",
+    ]  # without arithmetic, which differs between devices
     planned = run("cuda", *one_shot, "--dry-run")
     assert planned.exit_code == 0, planned.output
     assert "its blocks visit cuda:0" in planned.stderr
@@ -400,7 +407,7 @@ def test_command_line_goes_on_by_blocks_when_the_gpu_is_full(gpu, tmp_path, monk
         options = ["--data", f"{file}:batches", "--device", "cuda", "-o", str(tmp_path / "out"), *more]
         return CliRunner().invoke(app, ["prune", f"{file}:net", *options, *(["--resume"] if resume else [])])
 
-    done = run("--recipe", "one-shot", "--solver", "magnitude")
+    done = run("--recipe", "one-shot", "--solver", "magnitude", "--set", "allocation=uniform")
     assert done.exit_code == 0, done.output
     assert "The run takes more memory than cuda:0 has: it begins again, and the blocks visit cuda:0." in done.stderr
     assert "Predicted peak memory" in done.stderr

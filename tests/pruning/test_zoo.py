@@ -72,7 +72,7 @@ def test_prune_of_a_trained_network_keeps_most_predictions(zoo, shared_data, nam
         model,
         [(inputs, labels)],
         pattern,
-        "one-shot",
+        iobs.Recipe(target="residual"),
         solver=iobs.ADMM("fast"),
         holdout=0,
         ignore=ODD[name] if structured else None,

@@ -86,5 +86,5 @@ def test_layers_with_one_input_share_their_factorisations(target, monkeypatch):
 
     monkeypatch.setattr(problem, "solve_many", counting)
     model, data = transformer()
-    iobs.prune(model, data, 0.5, "one-shot", target=target)
+    iobs.prune(model, data, 0.5, iobs.Recipe(target=target))
     assert solved == [3, 3]  # q, k and v of two blocks

@@ -197,7 +197,7 @@ class _Squares:
         for layer in by_weight:
             gradient = of_parameter[layer.key]
             if gradient is not None:
-                self.products[layer] += layer.matrix(gradient).double().square().sum(1).cpu()
+                self.products[layer] += layer.matrix(gradient.contiguous()).double().square().sum(1).cpu()
         return [
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(inputs, gradients[:first], strict=True)
