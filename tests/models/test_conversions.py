@@ -38,7 +38,9 @@ def test_streamed_mixture_equals_pruning_in_memory_with_the_tensors_of_its_files
     data, options = families.language_batches(count=2), {**OPTIONS, "blocks": blocks, "holdout": 0.25}
     report = streamed(tmp_path, data, dtype, **options)
     model = load(tmp_path / "model", dtype=dtype).module
-    whole = iobs.prune(model, data, 0.5, "one-shot", include=[row.name for row in report.audit], **options)
+    whole = iobs.prune(
+        model, data, 0.5, iobs.Recipe(target="residual"), include=[row.name for row in report.audit], **options
+    )
     model.save_pretrained(tmp_path / "whole")
     before, expected, found = (load_file(tmp_path / one / NAME) for one in ("model", "whole", "out"))
     assert any(".experts.0." in key for key in found)

@@ -43,7 +43,7 @@ EVERY = [
 @pytest.mark.parametrize(("name", "dtype", "pattern"), EVERY)
 def test_prune_covers_every_family(name, dtype, pattern, tmp_path):
     model, data = build(name, dtype)
-    report = iobs.prune(model, data, pattern, "one-shot", solver="sparsegpt")
+    report = iobs.prune(model, data, pattern, iobs.Recipe(target="residual"), solver="sparsegpt")
     assert len(report.audit) == len(report.best.layers) == MODELS[name][1]
     assert all(row.zeros >= row.asked > 0 for row in report.audit)
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
@@ -80,7 +80,7 @@ def test_select_lists_every_matrix_or_a_reason(name):
 
 def test_weights_tied_to_an_embedding_stay_tied_and_dense():
     model, data = build("gpt2")
-    iobs.prune(model, data, 0.5, "one-shot", solver="magnitude")
+    iobs.prune(model, data, 0.5, iobs.Recipe(target="residual"), solver="magnitude")
     assert model.lm_head.weight is model.transformer.wte.weight
     assert (model.lm_head.weight != 0).all()
 
@@ -128,7 +128,7 @@ def test_expert_without_tokens_is_pruned_by_magnitude(pattern):
             layer.mlp.gate.weight.zero_()  # all router logits are equal, so two experts get every token
     down = model.model.layers[0].mlp.experts.down_proj
     before = down.detach().clone()
-    report = iobs.prune(model, data, pattern, "one-shot", holdout=0.0)
+    report = iobs.prune(model, data, pattern, iobs.Recipe(target="residual"), holdout=0.0)
     counts = [entry.inputs for entry in report.best.layers if "layers.0.mlp.experts.down_proj" in entry.name]
     assert sorted(counts)[:2] == [0, 0] < sorted(counts)[2:]
     starved = counts.index(0)
@@ -141,7 +141,7 @@ def test_expert_without_tokens_is_pruned_by_magnitude(pattern):
 def test_experts_are_pruned_in_any_implementation():
     model, data = build("mixtral")
     model.config._experts_implementation = "grouped_mm"  # the default of transformers
-    report = iobs.prune(model, data, 0.5, "one-shot", solver="sparsegpt")
+    report = iobs.prune(model, data, 0.5, iobs.Recipe(target="residual"), solver="sparsegpt")
     assert sum("experts" in row.name for row in report.audit) == 2 * 2 * 4  # blocks, matrices, experts
     assert model.config._experts_implementation == "grouped_mm"
 

@@ -83,7 +83,7 @@ EVERY = [
 @pytest.mark.parametrize(("name", "dtype"), EVERY)
 def test_weights_that_no_class_shows_are_pruned(name, dtype):
     model = built(name).to(dtype)
-    report = iobs.prune(model, families.language_batches(), 0.5, "one-shot", solver="magnitude")
+    report = iobs.prune(model, families.language_batches(), 0.5, iobs.Recipe(target="residual"), solver="magnitude")
     rows = {row.name: row.zeros for row in report.audit}
     assert set(FAMILIES[name][1]) <= rows.keys()
     assert unexpected(report) <= 0.05
@@ -94,7 +94,7 @@ def test_weights_that_no_class_shows_are_pruned(name, dtype):
 
 def test_experts_of_llama4_are_matrices_of_outputs_by_inputs():
     model = built("llama4")
-    report = iobs.prune(model, families.language_batches(), "2:4", "one-shot", solver="magnitude")
+    report = iobs.prune(model, families.language_batches(), "2:4", iobs.Recipe(target="residual"), solver="magnitude")
     shapes = {row.name: row.shape for row in report.audit}
     assert shapes["model.layers.0.feed_forward.experts.gate_up_proj.0"] == (48, 16)
     assert shapes["model.layers.0.feed_forward.experts.down_proj.0"] == (16, 24)
@@ -106,7 +106,9 @@ def test_experts_of_llama4_are_matrices_of_outputs_by_inputs():
 def test_head_stays_dense_and_experts_are_pruned_in_a_wrapped_model(wrap):
     torch.manual_seed(0)
     inner = families.LANGUAGE_MODELS["mixtral"][0]().eval()
-    report = iobs.prune(wrap(inner), families.language_batches(), 0.5, "one-shot", solver="magnitude")
+    report = iobs.prune(
+        wrap(inner), families.language_batches(), 0.5, iobs.Recipe(target="residual"), solver="magnitude"
+    )
     assert unexpected(report) == 0
     assert not bool((inner.lm_head.weight == 0).any())
     assert [reason for name, reason in report.skipped.items() if name.endswith("lm_head")] == ["output head"]
@@ -120,16 +122,18 @@ def test_adapters_that_are_not_merged_are_refused_and_merged_ones_pruned():
     whole = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
     before = {name: one.clone() for name, one in whole.named_parameters()}
     with pytest.raises(ModelError, match=r"q_proj.*adapter that is not merged.*merge_adapters"):
-        iobs.prune(whole, families.language_batches(), 0.5, "one-shot")
+        iobs.prune(whole, families.language_batches(), 0.5, iobs.Recipe(target="residual"))
     assert all(torch.equal(one, before[name]) for name, one in whole.named_parameters())
-    report = iobs.prune(whole, families.language_batches(), 0.5, "one-shot", include="*mlp*", solver="magnitude")
+    report = iobs.prune(
+        whole, families.language_batches(), 0.5, iobs.Recipe(target="residual"), include="*mlp*", solver="magnitude"
+    )
     assert all("mlp" in row.name for row in report.audit)
     whole.merge_adapter()
-    report = iobs.prune(whole, families.language_batches(), 0.5, "one-shot", solver="magnitude")
+    report = iobs.prune(whole, families.language_batches(), 0.5, iobs.Recipe(target="residual"), solver="magnitude")
     assert [reason for name, reason in report.skipped.items() if name.endswith("lm_head")] == ["output head"]
     whole.unmerge_adapter()
     merged, _ = iobs.transformers.merge_adapters(whole)
-    report = iobs.prune(merged, families.language_batches(), 0.5, "one-shot", solver="magnitude")
+    report = iobs.prune(merged, families.language_batches(), 0.5, iobs.Recipe(target="residual"), solver="magnitude")
     assert len(report.audit) == 14
     assert report.skipped["lm_head"] == "output head"
 
@@ -145,7 +149,7 @@ def test_positional_convolution_of_wav2vec2_is_pruned_through_its_weight_norm():
     )
     model = hf.Wav2Vec2ForCTC(config).eval()
     sounds = [{"input_values": torch.randn(2, 800)} for _ in range(2)]
-    report = iobs.prune(model, sounds, 0.5, "one-shot", solver="magnitude")
+    report = iobs.prune(model, sounds, 0.5, iobs.Recipe(target="residual"), solver="magnitude")
     name = "wav2vec2.encoder.pos_conv_embed.conv"
     convolution = model.get_submodule(name)
     assert {row.name: row.zeros for row in report.audit}[name] == convolution.weight.numel() // 2

@@ -85,7 +85,9 @@ def test_store_refuses_a_second_run(tmp_path):
         with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
             stores.append(store)
             for sparsity in (0.5, 0.6):
-                reports.append(iobs.prune(store, data, sparsity, "one-shot", holdout=0.0, **OPTIONS))
+                reports.append(
+                    iobs.prune(store, data, sparsity, iobs.Recipe(target="residual"), holdout=0.0, **OPTIONS)
+                )
 
     stores, reports = [], []
     with pytest.raises(ProblemError, match="takes one run"):
@@ -93,7 +95,7 @@ def test_store_refuses_a_second_run(tmp_path):
     assert len(reports) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     with pytest.raises(ProblemError, match="takes one run"):
-        iobs.prune(stores[0], data, 0.5, "one-shot")
+        iobs.prune(stores[0], data, 0.5, iobs.Recipe(target="residual"))
 
 
 def test_layer_with_a_nonfinite_weight_is_named_before_any_work(tmp_path, monkeypatch):
@@ -195,7 +197,7 @@ def test_blocks_with_several_outputs_give_the_result_of_pruning_in_memory(tmp_pa
     model.save_pretrained(tmp_path / "model")
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **OPTIONS)
     inside = [row.name for row in report.audit]
-    iobs.prune(model, data, 0.5, "one-shot", include=inside, holdout=0.0, **OPTIONS)
+    iobs.prune(model, data, 0.5, iobs.Recipe(target="residual"), include=inside, holdout=0.0, **OPTIONS)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in model.named_parameters() if name in after)
 
@@ -237,7 +239,9 @@ def test_allocation_is_the_same_with_one_block_in_memory(tmp_path):
         tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.6), arithmetic=torch.float32, **options
     )
     inside = [row.name for row in report.audit]
-    expected = iobs.prune(model, data, iobs.Unstructured(0.6), "one-shot", include=inside, **options)
+    expected = iobs.prune(
+        model, data, iobs.Unstructured(0.6), iobs.Recipe(target="residual"), include=inside, **options
+    )
     assert [row.chosen for row in report.allocation] == [row.chosen for row in expected.allocation]
     assert [row.effects for row in report.allocation] == [row.effects for row in expected.allocation]
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -258,7 +262,7 @@ def test_weights_outside_the_blocks_are_freed_during_the_run(tmp_path, monkeypat
         loaded = {name: one for name, one in store.model.named_parameters() if not one.is_meta}
         outside = {name: StorageWeakRef(one.untyped_storage()) for name, one in loaded.items()}
         del loaded
-        iobs.prune(store, families.language_batches(), 0.5, "one-shot", holdout=0.0, **OPTIONS)
+        iobs.prune(store, families.language_batches(), 0.5, iobs.Recipe(target="residual"), holdout=0.0, **OPTIONS)
     assert len(outside) == 3
     assert len(alive) > 2
     assert not any(alive)

@@ -40,7 +40,7 @@ def test_prune_directory_equals_pruning_in_memory(name, tmp_path):
     options = {**OPTIONS, "target": "dense"} if name == "mamba" else OPTIONS
     same = {**options, "arithmetic": torch.bfloat16}  # the dtype of the network in memory, on any processor
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
-    whole = iobs.prune(model, data, 0.5, "one-shot", holdout=0.0, **options)
+    whole = iobs.prune(model, data, 0.5, iobs.Recipe(target="residual"), holdout=0.0, **options)
     model.save_pretrained(tmp_path / "whole")
     assert [row.zeros for row in report.audit] == [row.zeros for row in whole.audit]
     expected = load_file(tmp_path / "whole" / "model.safetensors")
@@ -74,7 +74,7 @@ def test_streamed_reconstruction_equals_reconstruction_in_memory(name, options, 
     options = {**OPTIONS, **options}
     same = {**options, "arithmetic": torch.bfloat16, "holdout": 0.25}
     report = prune_directory(tmp_path / "model", tmp_path / "out", data, iobs.Unstructured(0.5), **same)
-    iobs.prune(model, data, 0.5, "one-shot", holdout=0.25, **options)
+    iobs.prune(model, data, 0.5, iobs.Recipe(target="residual"), holdout=0.25, **options)
     model.save_pretrained(tmp_path / "whole")
     assert report.zeros / report.weights >= 0.5
     expected = load_file(tmp_path / "whole" / "model.safetensors")
@@ -91,7 +91,14 @@ def test_window_before_a_dense_last_block_matches_the_hidden_state(window, tmp_p
         options = {"target": "residual", "blocks": BlockFit(**FITTED, last=last, window=window)}
         arguments = tmp_path / "model", tmp_path / last, data, iobs.Unstructured(0.5)
         with StreamedStore.open(*arguments[:2]) as store:
-            iobs.prune(store, *arguments[2:], "one-shot", ignore="*.layers.1.*", solver="magnitude", **options)
+            iobs.prune(
+                store,
+                *arguments[2:],
+                iobs.Recipe(target="residual"),
+                ignore="*.layers.1.*",
+                solver="magnitude",
+                **options,
+            )
         found.append(load_file(tmp_path / last / "model.safetensors"))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -332,7 +339,7 @@ def test_prune_directory_writes_companions_and_completion(tmp_path):
     (tmp_path / "model" / "templates" / "tool.jinja").write_text("x")
 
     with StreamedStore.open(tmp_path / "model", tmp_path / "out") as store:
-        report = iobs.prune(store, families.language_batches(), "2:4", "one-shot", **OPTIONS)
+        report = iobs.prune(store, families.language_batches(), "2:4", iobs.Recipe(target="residual"), **OPTIONS)
         assert report.zeros > 0
         assert not (tmp_path / "out").exists()
         (store.folder / "README.md").write_text("mine")

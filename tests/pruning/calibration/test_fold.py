@@ -26,10 +26,12 @@ def test_standardised_convolution_is_pruned_after_the_fold():
     model = nn.Sequential(Standardised(4, 6, 2, groups=2), nn.ReLU(), nn.Conv2d(6, 2, 1))
     pictures = data(3, 4, 6, 6)
     before = model(pictures[0])
-    assert [row.name for row in iobs.prune(nn.Sequential(*model), pictures, 0.0, "one-shot").audit] == ["2"]
+    assert [
+        row.name for row in iobs.prune(nn.Sequential(*model), pictures, 0.0, iobs.Recipe(target="residual")).audit
+    ] == ["2"]
     assert iobs.fold(model, pictures[0]) == ["0"]
     torch.testing.assert_close(model(pictures[0]), before)
-    report = iobs.prune(model, pictures, 0.5, "one-shot")
+    report = iobs.prune(model, pictures, 0.5, iobs.Recipe(target="residual"))
     assert report.coverage.share == 1
     assert zeros(model[0].weight) == model[0].weight.numel() // 2
 
@@ -52,7 +54,7 @@ def test_norms_and_masks_are_folded_into_the_weight(norm):
     assert model.training
     assert sorted(dict(model[0].named_parameters())) == ["bias", "weight"]
     torch.testing.assert_close(model.eval()(data()[0]), before)
-    assert iobs.prune(model, data(), 0.5, "one-shot").coverage.share == 1
+    assert iobs.prune(model, data(), 0.5, iobs.Recipe(target="residual")).coverage.share == 1
 
 
 def test_norm_free_network_is_covered_after_the_fold():
@@ -61,7 +63,7 @@ def test_norm_free_network_is_covered_after_the_fold():
     before = model(pictures[0])
     assert len(iobs.fold(model, pictures[0])) > 10
     torch.testing.assert_close(model(pictures[0]), before, atol=1e-4, rtol=1e-4)
-    assert iobs.prune(model, pictures, 0.5, "one-shot", solver="magnitude").coverage.share > 0.95
+    assert iobs.prune(model, pictures, 0.5, iobs.Recipe(target="residual"), solver="magnitude").coverage.share > 0.95
 
 
 def test_fold_refuses_a_batch_that_the_model_does_not_take():

@@ -241,3 +241,25 @@ def test_a_language_model_with_padding_is_pruned():
         batch["attention_mask"][0, -2:] = 0
     report = iobs.prune(model, batches, "2:4", "one-shot", curvature="fisher")
     assert report.zeros == report.weights // 2
+
+
+class Vectors(nn.Module):
+    """Calls a layer on one vector, and another one inside `torch.vmap`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.single, self.mapped, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.vmap(self.mapped)(x) + self.single(x.mean(0)))
+
+
+def test_a_layer_of_single_vectors_has_a_price_and_a_mapped_one_has_none():
+    model = Vectors().eval()
+    found = row_fisher(model, find_layers(model), [], Samples.of(list(torch.randn(3, 8, 6))), seed=0)
+    single, mapped, head = (found.relative(layer) for layer in find_layers(model))
+    assert mapped is None
+    assert single is not None
+    assert head is not None
+    assert iobs.prune(model, list(torch.randn(3, 8, 6)), 0.5, "one-shot").zeros == 45

@@ -54,8 +54,8 @@ def test_weight_of_a_linear_is_pruned_in_any_product(use):
 
     model, plain = Used(), nn.Sequential(nn.Linear(12, 10, bias=False), nn.Linear(10, 4))
     plain.load_state_dict(dict(zip(plain.state_dict(), model.state_dict().values(), strict=True)))
-    report = iobs.prune(model, data(), 0.5, "one-shot", target="dense")
-    iobs.prune(plain, data(), 0.5, "one-shot", target="dense")
+    report = iobs.prune(model, data(), 0.5, iobs.Recipe(target="residual"), target="dense")
+    iobs.prune(plain, data(), 0.5, iobs.Recipe(target="residual"), target="dense")
     assert report.coverage.share == 1
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -98,7 +98,7 @@ def test_transposed_convolution_is_pruned_as_the_equal_convolution(groups):
     pictures = data(3, 6, 5, 5)
     torch.testing.assert_close(one(pictures[0]), other(pictures[0]), atol=1e-5, rtol=1e-4)
     for model in (one, other):
-        report = iobs.prune(model, pictures, 0.5, "one-shot")
+        report = iobs.prune(model, pictures, 0.5, iobs.Recipe(target="residual"))
         assert zeros(model.kernel) == model.kernel.numel() // 2
         assert len(report.audit) == groups + 1
     parts = [part.transpose(0, 1).flip(2, 3) for part in one.kernel.detach().chunk(groups)]
@@ -109,7 +109,7 @@ def test_transposed_convolution_is_pruned_as_the_equal_convolution(groups):
 def test_modules_of_transposed_convolutions_are_pruned(size):
     layer = getattr(nn, f"ConvTranspose{size}d")(4, 6, 3, stride=2)
     model = nn.Sequential(getattr(nn, f"Conv{size}d")(4, 4, 1), layer)
-    report = iobs.prune(model, data(2, 4, *[5] * size), 0.5, "one-shot")
+    report = iobs.prune(model, data(2, 4, *[5] * size), 0.5, iobs.Recipe(target="residual"))
     assert {row.name: row.sparsity for row in report.audit} == {"0": 0.5, "1": 0.5}
     assert report.coverage.share == 1
 
@@ -162,7 +162,7 @@ def test_a_weight_among_three_factors_is_pruned_as_a_linear_on_the_products_of_t
 
     mixture, flat = Mixture(), Flat()
     for model in (mixture, flat):
-        assert iobs.prune(model, data(60, 7), 0.5, "one-shot").zeros == 30
+        assert iobs.prune(model, data(60, 7), 0.5, iobs.Recipe(target="residual")).zeros == 30
     torch.testing.assert_close(mixture.w.flatten(1), flat.w.weight, atol=1e-5, rtol=1e-4)
 
 
@@ -175,7 +175,7 @@ def test_a_quotient_by_a_weight_is_no_scaled_weight():
         def forward(self, x):
             return self.head(x @ (torch.div(2.0, self.w) + torch.div(self.w, 2.0, rounding_mode="floor")))
 
-    assert [row.name for row in iobs.prune(Quotient(), data(), 0.5, "one-shot").audit] == ["head"]
+    assert [row.name for row in iobs.prune(Quotient(), data(), 0.5, iobs.Recipe(target="residual")).audit] == ["head"]
 
 
 class Fused(nn.Module):
@@ -220,8 +220,8 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("layout", ["rows", "stack", "bmm"])
 def test_fused_experts_of_any_layout_are_pruned_as_a_list_of_linear(layout):
     fused, plain = Fused(layout), Fused("list")
-    report = iobs.prune(fused, data(80, 12), 0.5, "one-shot", holdout=0.0)
-    iobs.prune(plain, data(80, 12), 0.5, "one-shot", holdout=0.0)
+    report = iobs.prune(fused, data(80, 12), 0.5, iobs.Recipe(target="residual"), holdout=0.0)
+    iobs.prune(plain, data(80, 12), 0.5, iobs.Recipe(target="residual"), holdout=0.0)
     assert [row.name for row in report.audit] == [f"experts.{number}" for number in range(4)]
     assert [row.zeros for row in report.audit] == [60] * 4
     torch.testing.assert_close(fused.matrices(), plain.matrices(), atol=1e-5, rtol=1e-4)
@@ -240,7 +240,7 @@ def test_weights_that_are_joined_before_the_product_are_layers_of_their_own():
             return torch.cat([both, functional.linear(x, wide)], 1)
 
     model = Joined()
-    report = iobs.prune(model, data(), 0.5, "one-shot")
+    report = iobs.prune(model, data(), 0.5, iobs.Recipe(target="residual"))
     assert sorted((row.name, row.shape, row.zeros) for row in report.audit) == [
         ("k", (4, 12), 24),
         ("q", (8, 12), 48),
@@ -257,7 +257,7 @@ def test_block_diagonal_product_has_a_matrix_for_each_block():
         def forward(self, x):
             return torch.baddbmm(x.new_zeros(3, 1, 4), x.view(-1, 3, 4).transpose(0, 1), self.w)
 
-    report = iobs.prune(Blocks(), data(), "2:4", "one-shot")
+    report = iobs.prune(Blocks(), data(), "2:4", iobs.Recipe(target="residual"))
     assert [(row.name, row.zeros) for row in report.audit] == [(f"w.{number}", 8) for number in range(3)]
 
 
@@ -271,7 +271,7 @@ def test_parameters_that_no_product_multiplies_stay_dense_with_this_reason():
         def forward(self, x):
             return self.head((x[:, None] + self.place) @ self.both.sin())
 
-    report = iobs.prune(Positions(), data(), 0.5, "one-shot")
+    report = iobs.prune(Positions(), data(), 0.5, iobs.Recipe(target="residual"))
     assert [row.name for row in report.audit] == ["head"]
     assert report.skipped == dict.fromkeys(
         ("place", "both"), "parameter of Positions, in no matrix product that was observed"
@@ -287,16 +287,22 @@ def test_overlapping_parts_of_a_parameter_stay_dense():
         def forward(self, x):
             return self.head(torch.cat([functional.linear(x, self.w[:8]), functional.linear(x, self.w[4:])], 1))
 
-    assert [row.name for row in iobs.prune(Overlapping(), data(), 0.5, "one-shot").audit] == ["head"]
+    assert [row.name for row in iobs.prune(Overlapping(), data(), 0.5, iobs.Recipe(target="residual")).audit] == [
+        "head"
+    ]
 
 
 def test_names_rules_and_checkpoints_take_layers_found_by_use(tmp_path):
     shape, use, *_ = PLAIN["matmul"]
     rules = (iobs.Rule("w", pattern="2:4"), iobs.Rule("head", dense=True))
-    report = iobs.prune(Direct(shape, use), data(), 0.5, "one-shot", rules=rules, checkpoint=tmp_path)
-    again = iobs.prune(Direct(shape, use), data(), 0.5, "one-shot", rules=rules, checkpoint=tmp_path)
+    report = iobs.prune(
+        Direct(shape, use), data(), 0.5, iobs.Recipe(target="residual"), rules=rules, checkpoint=tmp_path
+    )
+    again = iobs.prune(
+        Direct(shape, use), data(), 0.5, iobs.Recipe(target="residual"), rules=rules, checkpoint=tmp_path
+    )
     assert [row.name for row in report.audit] == [row.name for row in again.audit] == ["w"]
-    assert iobs.prune(Direct(shape, use), data(), 0.5, "one-shot", include="w").audit[0].zeros == 60
+    assert iobs.prune(Direct(shape, use), data(), 0.5, iobs.Recipe(target="residual"), include="w").audit[0].zeros == 60
 
 
 def test_a_batch_that_only_raw_parameters_could_take_is_refused_as_such():

@@ -24,9 +24,14 @@ Labels: TypeAlias = list[object]
 Index: TypeAlias = tuple[int, ...]
 
 
+def is_mapped(value: Tensor) -> bool:
+    """True if a value is inside `torch.vmap`."""
+    return bool(functorch.is_batchedtensor(value))
+
+
 def outside_vmap(value: Tensor) -> Tensor:
     """The tensor behind a value inside `torch.vmap`, with the mapped dimensions in front; other values unchanged."""
-    while functorch.is_batchedtensor(value):
+    while is_mapped(value):
         dimension = functorch.maybe_get_bdim(value)
         value = functorch.get_unwrapped(value).movedim(dimension, 0)
     return value

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from iobs.errors import ProblemError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
+from iobs.pruning.calibration.products import is_mapped
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
@@ -191,7 +192,7 @@ class _Squares:
                 axis, module = output.ndim - 1, self.model.get_submodule(path)
                 if isinstance(module, CONVOLUTIONS):
                     axis -= len(module.kernel_size)
-                rows = gradient.double().square().movedim(axis, -1).flatten(0, -2).sum(0)
+                rows = gradient.double().square().movedim(axis, -1)[None].flatten(0, -2).sum(0)
                 self.outputs[by_path[path]] += rows.cpu()
         of_parameter = dict(zip(stored, gradients[last:], strict=True))
         for layer in by_weight:
@@ -352,6 +353,8 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[tuple[str, Tensor]]
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
             return output
+        if is_mapped(output):
+            return output  # gradients inside torch.vmap cannot be asked for from outside
         if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
             output = output.detach().requires_grad_()
         calls.append((path, output))
