@@ -46,7 +46,7 @@ CHOICES = {
     "experts": ("mixtral", "one-shot", QUICK),
     # The trials that correct the damages of networks for pictures need the whole network.
     "convolutions": ("convolutional", FAST.but(blocks=replace(FAST.blocks, steps=2, lr=1e-3)), QUICK | UNIFORM),
-    "pictures": ("vit", "one-shot", QUICK),
+    "pictures": ("vit", "one-shot", QUICK | UNIFORM),
 }
 
 
