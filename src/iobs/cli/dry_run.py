@@ -88,13 +88,12 @@ def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
     from iobs.core.grids import Budget
     from iobs.pruning.plan.counts import under_pattern
-    from iobs.pruning.recipe import as_allocation
 
     pattern = request.pattern
     if isinstance(pattern, Budget):
         size = _bounds(request, pattern)["most_bytes"] / 1e6
         return f"The run chooses zeros and bits of these layers; they take at most {size:.3g} MB with masks and scales."
-    allocation = under_pattern(as_allocation(request.recipe.allocation), pattern)
+    allocation = under_pattern(request.recipe.division, pattern)
     moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
 

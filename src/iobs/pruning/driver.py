@@ -29,7 +29,7 @@ from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.plan.bits import require_budget, require_whole
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.progress import ProgressBar
-from iobs.pruning.recipe import Changes, Recipe, as_allocation, as_recipe
+from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
@@ -174,7 +174,7 @@ def requested(
     if recipe.network_solver is not None:
         require_global(pattern)
     require_solvable(recipe.for_layers(patterns), patterns)
-    allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    allocation = under_pattern(recipe.division, pattern)
     if isinstance(pattern, Budget):
         require_budget(pattern, [layer.shape for layer, of_layer in patterns.items() if of_layer is pattern])
     require_room(allocation, pattern, [layer for layer, of_layer in patterns.items() if of_layer is pattern])

@@ -25,7 +25,7 @@ from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds, as_allocation
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import describe_part, plain
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
@@ -268,7 +268,7 @@ class Workspace:
                     residency=self.store,
                 )
             except ProblemError as error:
-                if as_allocation(self.recipe.allocation).criterion in ("fisher", "search"):
+                if self.recipe.division.criterion in ("fisher", "search"):
                     raise
                 self.note(f"All layers and rows count equally: {first_line(error)}")
                 self._fisher = RowFisher()

@@ -30,7 +30,7 @@ from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import Recipe, Rounds, as_allocation
+from iobs.pruning.recipe import Recipe, Rounds
 from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
@@ -346,7 +346,7 @@ def require_streamable(recipe: Recipe) -> None:
     names = [name for name in whole if getattr(recipe, name) != getattr(usual, name)]
     if recipe.blocks is not None and recipe.blocks.sampled not in (0, "auto"):
         names.append("blocks.sampled")
-    if as_allocation(recipe.allocation).criterion == "search":
+    if recipe.division.criterion == "search":
         names.append("allocation")
     if recipe.target == "model":
         names.append("target")

@@ -192,7 +192,8 @@ class _Squares:
                 axis, module = output.ndim - 1, self.model.get_submodule(path)
                 if isinstance(module, CONVOLUTIONS):
                     axis -= len(module.kernel_size)
-                rows = gradient.double().square().movedim(axis, -1)[None].flatten(0, -2).sum(0)
+                squares = gradient.double().square().movedim(axis, -1)
+                rows = squares[None].flatten(0, -2).sum(0)  # a layer may be called on one vector
                 self.outputs[by_path[path]] += rows.cpu()
         of_parameter = dict(zip(stored, gradients[last:], strict=True))
         for layer in by_weight:
@@ -353,8 +354,8 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[tuple[str, Tensor]]
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
             return output
-        if is_mapped(output):
-            return output  # gradients inside torch.vmap cannot be asked for from outside
+        if is_mapped(output):  # inside torch.vmap no tensor can ask for gradients
+            return output
         if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
             output = output.detach().requires_grad_()
         calls.append((path, output))

@@ -17,7 +17,7 @@ from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.curves import CURVE_TOKENS
-from iobs.pruning.recipe import Recipe, as_allocation
+from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import resident
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
@@ -175,7 +175,7 @@ class GramSizes:
 
 def prices_rows(recipe: Recipe) -> bool:
     """True if a run may need the Fisher information of rows."""
-    return recipe.may_weigh_rows or as_allocation(recipe.allocation).criterion != "uniform"
+    return recipe.may_weigh_rows or recipe.division.criterion != "uniform"
 
 
 def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> dict[str, int]:
@@ -200,7 +200,7 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
     predicted = {"Grams": gathering, "solves": solving}
     if sizes.reading or sizes.writing:
         predicted |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
-    if as_allocation(recipe.allocation).criterion != "uniform":
+    if recipe.division.criterion != "uniform":
         # Other samples judge the solutions, which match the outputs of their own layer.
         predicted["allocation"] = max(largest(GramSizes(2, parked=parked), min(sizes.tokens, CURVE_TOKENS)))
     step = 2 * itemsize * _ACTIVATIONS * sizes.step_tokens * widest

@@ -22,7 +22,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, row_step
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
-from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe, as_allocation
+from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
@@ -342,7 +342,7 @@ def _layers(
 def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
     solves, single = 0.0, 0.0
-    allocation = under_pattern(as_allocation(recipe.allocation), pattern)
+    allocation = under_pattern(recipe.division, pattern)
     if allocation.criterion == "uniform" and not recipe.may_weigh_rows:
         return []
     probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks

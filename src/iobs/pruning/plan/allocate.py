@@ -28,7 +28,7 @@ from iobs.pruning.plan.counts import (
 from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, output_count, search
 from iobs.pruning.plan.widths import allocate_widths
-from iobs.pruning.recipe import Allocation, as_allocation
+from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
@@ -48,9 +48,9 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
         # Of whole blocks and experts the layers that are refitted keep all columns.
         return (dict(workspace.request.patterns), []) if pattern.whole else allocate_widths(workspace, pattern)
     patterns = dict(workspace.request.patterns)
-    allocation = under_pattern(as_allocation(workspace.recipe.allocation), pattern)
+    allocation = under_pattern(workspace.recipe.division, pattern)
     layers = tuple(layer for layer, own in patterns.items() if own is pattern)
-    if allocation.criterion == "uniform" or workspace.recipe.network_solver is not None or not layers:
+    if allocation.criterion == "uniform" or not layers:
         return patterns, []
     if allocation.criterion == "auto" and not workspace.fisher.known and not isinstance(pattern, Budget):
         return patterns, []

@@ -83,7 +83,8 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
         if allocation.criterion not in ("auto", "fisher") or allocation != plain:
             raise PatternError(
                 'A budget of bits is divided by the damage of each layer: it takes the allocation "auto" or "fisher" '
-                f"without bounds, as the recipes have, got {allocation.criterion!r}."
+                'without bounds, as the recipes "one-shot", "fast" and "best" have, got '
+                f"{allocation.criterion!r}."
             )
         return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None

@@ -13,7 +13,6 @@ from iobs.errors import ModelError, PatternError
 from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.unit_curves import Curves
-from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.removal import take_biases
@@ -86,7 +85,7 @@ def _planned(workspace: Workspace, pattern: Structured) -> tuple[dict[str, int],
     latency, offered = None, dict(workspace.request.offered)
     if pattern.of == "latency":
         latency, offered = _timed(workspace, pattern, every)
-    equal = as_allocation(workspace.recipe.allocation).criterion == "uniform"
+    equal = workspace.recipe.division.criterion == "uniform"
     products = Products.count(workspace.store.model, workspace.fit.batches[0], every).held
     cost: CostModel = latency or (products.entries if pattern.of == "parameters" else products)
     limit = (1 - pattern.sparsity) * cost.of({})

@@ -174,6 +174,11 @@ class Recipe:
         return self.solver if isinstance(self.solver, NetworkSolver) else None
 
     @property
+    def division(self) -> Allocation:
+        """How sparsity is divided among layers; a solver of the whole network has one count, and divides nothing."""
+        return as_allocation("uniform" if self.network_solver is not None else self.allocation)
+
+    @property
     def refits_biases(self) -> bool:
         """True if the biases of pruned layers are refitted."""
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")

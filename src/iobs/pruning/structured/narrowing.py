@@ -27,7 +27,6 @@ from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.network.selection import Selection, matching, other_weights
-from iobs.pruning.recipe import as_allocation
 from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
@@ -317,7 +316,7 @@ class SiteRemoval:
             held = self._removable(pattern.of)
             limit = (1 - pattern.sparsity) * held.of({})
             require_reachable(choices, held, limit)
-            if as_allocation(self.request.recipe.allocation).criterion == "uniform":
+            if self.request.recipe.division.criterion == "uniform":
                 kept = chosen_widths(choices, held, limit, True)
         least = {name: choice.widths[0] for choice in choices for name in choice.sites} if kept is None else kept
         units = []
