@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from rows import Row, Rows, read, stamp
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import iobs
 from iobs.core.patterns import Pattern
@@ -43,8 +42,10 @@ CASES: dict[str, tuple[iobs.Recipe | str, Pattern | str, bool]] = {  # name -> r
 }
 
 
-def model_of(blocks: int) -> LlamaForCausalLM:
+def model_of(blocks: int) -> torch.nn.Module:
     """A Llama of random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -68,7 +69,7 @@ def text() -> list[dict[str, torch.Tensor]]:
 def measure(case: str, blocks: int) -> Row:
     """Seconds of one run."""
     recipe, pattern, streamed = CASES[case]
-    model: torch.nn.Module = model_of(blocks)
+    model = model_of(blocks)
     with tempfile.TemporaryDirectory() as folder:
         if streamed:
             model.save_pretrained(f"{folder}/model")

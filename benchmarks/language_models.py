@@ -12,32 +12,29 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from alps_like import ALPSLike
 from rows import Row, Rows, measured, parser, stamp
 from torch import Tensor
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import iobs
-from iobs.pruning.recipe import Allocation, Recipe
+from iobs import models
+from iobs.evaluate import perplexity
+from iobs.pruning.recipe import Recipe
 
 MODEL = Path.home() / ".cache" / "iobs-real-models" / "smollm2"
 WINDOWS, LENGTH, BATCH = 64, 512, 4
 JUDGED, JUDGED_LENGTH = 32, 1024
 PATTERNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
 DENSE = "dense"
-_DIVIDED: dict[str, Any] = {"allocation": Allocation("auto", generations=0), "curvature": "auto"}
 METHODS: dict[str, Recipe | str] = {
     "magnitude": Recipe(solver="magnitude"),
     "Wanda": Recipe(solver="wanda"),
     "SparseGPT": Recipe(solver="sparsegpt"),
-    "SparseGPT, divided": Recipe(solver="sparsegpt", **_DIVIDED),
+    "SparseGPT, divided": Recipe.preset("one-shot").but(solver="sparsegpt", target="layer"),
     "ALPS-like": Recipe(solver=ALPSLike()),
     "one-shot, equal shares": Recipe(target="residual"),
     "one-shot": "one-shot",
@@ -49,6 +46,8 @@ QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
 
 def texts(model: Path, data: Path) -> dict[str, Tensor]:
     """Token windows: "calibration" (windows, `LENGTH`); "WikiText-2" and "C4" (windows, `JUDGED_LENGTH`); int64."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokens(text: str) -> list[int]:
@@ -72,24 +71,9 @@ def texts(model: Path, data: Path) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
-def perplexity(model: torch.nn.Module, windows: Tensor) -> float:
-    """Perplexity of the next token; windows (windows, tokens), int64."""
-    losses = []
-    for window in windows.split(1):
-        scores = model(input_ids=window).logits[0, :-1].float()
-        losses.append(float(functional.cross_entropy(scores, window[0, 1:])))
-    return math.exp(sum(losses) / len(losses))
-
-
-def loaded(model: Path) -> torch.nn.Module:
-    """The dense model in float32."""
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-
 def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) -> Row:
     """Perplexities after one run, and its processor time."""
-    model = loaded(folder)
+    model = models.load(str(folder), dtype=torch.float32).module
     row: Row = {"zeros": 0.0, "seconds": 0.0, "processor_seconds": 0.0}
     if method != DENSE:
         batches = [{"input_ids": windows} for windows in text["calibration"].split(BATCH)]
@@ -106,7 +90,7 @@ def tables(rows: list[Row]) -> str:
     lines += [
         "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate. "
         "Perplexity on WikiText-2 and on other documents of C4; processor seconds of `iobs.prune` on one thread, and "
-        "their ratio to SparseGPT's. Peers give every layer the same share; a method that is missing was not run.",
+        "their ratio to SparseGPT's. Peers give every layer the same share unless divided; missing methods were not run.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]
