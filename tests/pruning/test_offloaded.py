@@ -301,14 +301,8 @@ def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_pa
         options = ["--data", f"{file}:batches", "--device", device, "-o", str(tmp_path / device)]
         return CliRunner().invoke(app, ["prune", f"{file}:net", *options, *more])
 
-    one_shot = [
-        "--recipe",
-        "one-shot",
-        "--solver",
-        "magnitude",
-        "--set",
-        "allocation=uniform",
-    ]  # without arithmetic, which differs between devices
+    # Without arithmetic, which differs between devices.
+    one_shot = ["--recipe", "one-shot", "--solver", "magnitude", "--set", "allocation=uniform"]
     planned = run("cuda", *one_shot, "--dry-run")
     assert planned.exit_code == 0, planned.output
     assert "its blocks visit cuda:0" in planned.stderr

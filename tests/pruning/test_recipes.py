@@ -16,6 +16,7 @@ from iobs.pruning.recipe import PRESETS, Allocation, BlockFit
 from iobs.pruning.runtime import memory
 
 BEST = PRESETS["best"]
+ONE_SHOT = iobs.Recipe(target="residual", curvature="auto", allocation=iobs.Allocation("auto", generations=0))
 SHORT = BEST.but(
     blocks=BlockFit(masks=2, between=1, steps=2, lr=1e-3, network_steps=2, network_lr=1e-4),
     finetune=replace(BEST.finetune, steps=60, most_steps=None),
@@ -67,7 +68,7 @@ def test_best_recipe_searches_rates_if_samples_suffice():
 
 def test_presets_have_residual_targets_and_fast_fits_blocks_for_one_epoch():
     assert {PRESETS[name].target for name in ("one-shot", "fast", "best")} == {"residual"}
-    assert PRESETS["one-shot"] == PRESETS["fast"].but(blocks=None)
+    assert PRESETS["one-shot"] == ONE_SHOT
     fast, best = PRESETS["fast"], PRESETS["best"]
     assert (fast.blocks.masks, fast.blocks.network_steps, fast.rounds.count, fast.finetune) == (1, 0, 1, None)
     assert fast.blocks.within(20).steps == 20
@@ -121,7 +122,7 @@ def test_resolve_lets_arguments_override_a_recipe():
     assert PRESETS["one-shot"].but(rounds=4).rounds == replace(BEST.rounds, count=4)
     assert BEST.but(rounds=1).rounds == iobs.Rounds()
     assert BEST.but(rounds=1).finetune == BEST.finetune
-    assert PRESETS["one-shot"].but(rounds=1) == PRESETS["one-shot"]
+    assert PRESETS["one-shot"].but(rounds=1) == ONE_SHOT
     assert BEST.but(finetune=None) == replace(BEST, finetune=None)
 
 
