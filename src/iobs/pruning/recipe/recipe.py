@@ -175,7 +175,7 @@ class Recipe:
 
     @property
     def division(self) -> Allocation:
-        """How sparsity is divided among layers; a solver of the whole network has one count, and divides nothing."""
+        """The division of sparsity among layers: none with a solver of the whole network, which has one count."""
         return as_allocation("uniform" if self.network_solver is not None else self.allocation)
 
     @property
