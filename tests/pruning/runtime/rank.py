@@ -36,7 +36,7 @@ def network():
 
 
 def train(model, data):
-    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude")
+    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude", allocation="uniform")
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-2)
     iobs.keep_sparse(model, optimizer)
@@ -48,7 +48,7 @@ def train(model, data):
 
 def shard(model, data, output):
     """Train a sharded model in two parts, with a distributed checkpoint in between; returns whole tensors."""
-    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude")
+    iobs.prune(model, data, iobs.Unstructured(0.5), "one-shot", solver="magnitude", allocation="uniform")
     zeros = {name: value == 0 for name, value in model.state_dict().items() if value.ndim > 1}
     state = {}
     for part in range(2):
@@ -144,7 +144,7 @@ def divide():
         return counted
 
     problem.solve, problem.solve_many = counting(problem.solve), counting(problem.solve_many)
-    iobs.prune(model, data, 0.6, "one-shot", holdout=0.25, solver=iobs.ADMM("fast"))
+    iobs.prune(model, data, 0.6, "one-shot", holdout=0.25, solver=iobs.ADMM("fast"), allocation="uniform")
     return {**dict(model.named_parameters()), "solved": torch.tensor(float(sum(solved)))}
 
 
