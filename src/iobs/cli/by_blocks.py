@@ -166,7 +166,7 @@ def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> 
     return True
 
 
-def plan_of(store: Store, request: Request, batches: Sequence[Batch]) -> Plan | None:
+def plan_of(store: Store, request: Request, batches: Sequence[Batch], within: float | None = None) -> Plan | None:
     """The plan of a run whose blocks visit a device; None for other stores.
 
     Raises:
@@ -177,7 +177,7 @@ def plan_of(store: Store, request: Request, batches: Sequence[Batch]) -> Plan | 
 
     if not isinstance(store, OffloadedStore):
         return None
-    return store.foreseen(Selection(tuple(request.patterns), {}), batches, request.recipe, request.holdout)
+    return store.foreseen(Selection(tuple(request.patterns), {}), batches, request.recipe, request.holdout, within)
 
 
 def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
@@ -186,7 +186,10 @@ def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Predicted peak memory: {plan.peak_bytes / 1e9:.2f} GB")
     if plan.copied_bytes:
         show(f"Copies of the dense weights: {plan.copied_bytes / 1e9:.2f} GB in main memory, beside the model")
-    show_time(plan.seconds, plan.phases, show)
+    if plan.form:
+        show(plan.form)
+    if plan.seconds:  # a run that ends within a time says its own
+        show_time(plan.seconds, plan.phases, show)
     show(f"A checkpoint (--resume) takes up to {plan.checkpoint_bytes / 1e9:.2f} GB")
     place = {"device": "memory of the device", "memory": "main memory", "disk": "files"}[plan.streams]
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
@@ -225,6 +228,7 @@ def prune_low_memory(
     from iobs.models.streamed_store import StreamedStore
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
+    from iobs.pruning.cost.within import as_seconds
     from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.driver import requested
     from iobs.pruning.plan.bits import require_whole
@@ -250,7 +254,8 @@ def prune_low_memory(
     if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
-    plan = store.plan(selection, batches, recipe, options.holdout)
+    within = None if options.within is None else as_seconds(options.within)
+    plan = store.plan(selection, batches, recipe, options.holdout, timed=within is None or dry_run, within=within)
     if (dry_run or output is None) and not current().first:
         return
     if dry_run or output is None:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def show_layers(
-    request: Request, skipped: dict[str, Reason], as_json: bool, plan: Plan | None, forecast: Forecast | None
+    request: Request,
+    skipped: dict[str, Reason],
+    as_json: bool,
+    plan: Plan | None,
+    forecast: Forecast | None,
+    form: str = "",
 ) -> None:
     """Show the layers that a run would prune, with their zeros as far as the run does not choose them.
 
@@ -31,6 +36,7 @@ def show_layers(
         as_json: print JSON; a number that the run chooses is null there.
         plan: of a run by blocks, or None.
         forecast: of a run in memory; None without calibration data.
+        form: note on the form of the recipe that ends in a given time.
     """
     from rich.table import Table
 
@@ -52,6 +58,7 @@ def show_layers(
         budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
         blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
         blocks |= {} if forecast is None else {"seconds": forecast.seconds, "phases": forecast.phases}
+        blocks |= {"form": form} if form else {}
         result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
         console.print_json({**result, **budget, **blocks})
         return
@@ -71,6 +78,8 @@ def show_layers(
         out.print(f"left dense: {name} ({reason})")
     if plan is not None:
         show_plan(plan, out.print)
+    if form:
+        out.print(form)
     if forecast is not None:
         show_time(forecast.seconds, forecast.phases, out.print)
     if about:

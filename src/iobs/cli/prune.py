@@ -92,6 +92,7 @@ class MethodOptions:
             global-magnitude; of whole units search, greedy, osscar, flap, random.
         settings (KEY=VALUE): Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.
         seed (N): Seed of every random choice (default 0).
+        within (TIME): Time that the run may take, as 30min or 2h: fewer gradient steps, or what else fits.
     """
 
     panel: ClassVar = "Method"
@@ -102,6 +103,7 @@ class MethodOptions:
     ] = None
     settings: Annotated[list[str] | None, typer.Option("--set")] = None
     seed: int | None = None
+    within: str | None = None
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def _settings(pattern_options: PatternOptions, method: MethodOptions, others: di
     """
     from iobs.cli.run_file import RunOptions, RunSettings, read_recipe
     from iobs.core.structured import Structured
+    from iobs.pruning.cost.within import require_forms
     from iobs.pruning.plan.counts import under_pattern
     from iobs.pruning.recipe import NETWORK_SOLVERS, as_allocation
 
@@ -229,10 +232,12 @@ def _settings(pattern_options: PatternOptions, method: MethodOptions, others: di
     if method.rounds is not None:
         changes["rounds"] = method.rounds
     recipe, run = read_recipe(name, changes, method.settings or [], units=isinstance(pattern, Structured))
-    values = {**others, "pattern": pattern, "seed": method.seed}
+    values = {**others, "pattern": pattern, "seed": method.seed, "within": method.within}
     of_run = {field.name: values[field.name] for field in fields(RunOptions) if field.name in values}
     options = RunOptions.of(of_run, run, judged=recipe.blocks is not None)
     under_pattern(as_allocation(recipe.allocation), options.pattern)
+    if options.within is not None:
+        require_forms(recipe, options.pattern)
     return RunSettings(recipe, options)
 
 
@@ -302,6 +307,7 @@ def _prune_resident(
     from iobs.errors import DataError
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.pruning.cost.foresight import foresee
+    from iobs.pruning.cost.within import as_seconds
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
@@ -325,9 +331,10 @@ def _prune_resident(
         batches: list[Batch] = []
         with suppress(*[] if run_options.data or not store.whole else [DataError]):  # the model has no data of its own
             batches = batches_of_run(loaded, run_options)[2]
-        plan, forecast = plan_of(store, request, batches), None
+        within = None if run_options.within is None else as_seconds(run_options.within)
+        plan, forecast, form = plan_of(store, request, batches, within), None, ""
         if store.whole and batches:
-            forecast = foresee(
+            forecast, form = foresee(
                 store,
                 request.recipe,
                 request.patterns,
@@ -335,9 +342,10 @@ def _prune_resident(
                 batches,
                 holdout=request.holdout,
                 seed=request.seed,
+                within=within,
             )
         if current().first:
-            show_layers(request, selection.skipped, as_json, plan, forecast)
+            show_layers(request, selection.skipped, as_json, plan, forecast, form)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
@@ -382,10 +390,12 @@ def _run(
     from iobs.cli.running import prune_with_progress, score
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
+    from iobs.pruning.cost.within import as_seconds
 
     run_options = settings.options
     name, window, batches = batches_of_run(loaded, run_options)
-    if request is not None and (plan := plan_of(store, request, batches)) is not None:
+    within = None if run_options.within is None else as_seconds(run_options.within)
+    if request is not None and (plan := plan_of(store, request, batches, within)) is not None:
         show_plan(plan, console.say)
     with store.runnable():
         dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")

@@ -14,6 +14,7 @@ from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.factory import is_function_spec
 from iobs.models.output import destination
+from iobs.pruning.cost.within import as_seconds
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.parts import require_count, require_flag
@@ -39,6 +40,7 @@ class RunOptions:
         batch_size: samples per forward pass.
         dtype: of the weights, by name; None: as stored.
         low_memory: one block in memory at a time.
+        within: time that the run may take, in seconds or as text; None: as the recipe says.
     """
 
     pattern: Pattern = Unstructured(0.5)  # noqa: RUF009 - frozen
@@ -52,6 +54,7 @@ class RunOptions:
     batch_size: int = 8
     dtype: str | None = None
     low_memory: bool = False
+    within: float | str | None = None
 
     def __post_init__(self) -> None:
         """Check the values of a file; on the command line most options are checked when they are read."""
@@ -67,6 +70,8 @@ class RunOptions:
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise ProblemError(f"dtype must be a name such as float32, got {self.dtype!r}.")
         require_flag("low_memory", self.low_memory)
+        if self.within is not None:
+            as_seconds(self.within)
 
     @classmethod
     def of(cls, *sources: Mapping[str, Any], judged: bool = True) -> RunOptions:

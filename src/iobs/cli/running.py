@@ -156,6 +156,7 @@ def prune_with_progress(
             seed=options.seed,
             callbacks=[Watch(steps), *callbacks],
             checkpoint=checkpoint,
+            within=options.within,
         )
     report.settings = {"command": shown_command(), **facts, **report.settings}
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Unpack
@@ -19,7 +20,9 @@ from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
+from iobs.pruning.cost.within import as_seconds, forms, require_forms
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
@@ -31,13 +34,15 @@ from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
-from iobs.pruning.report import Report
+from iobs.pruning.report import JsonObject, Report
+from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.store import Store
 from iobs.pruning.structured.run import prune_structured, require_possible
 from iobs.pruning.structured_report import StructuredRequest
-from iobs.pruning.workspace import Request, Workspace
+from iobs.pruning.workspace import Request, Workspace, checkpoint_of
 
 
 def prune(
@@ -53,6 +58,7 @@ def prune(
     callbacks: Sequence[Callback] = (),
     progress: bool = False,
     checkpoint: str | Path | None = None,
+    within: float | str | None = None,
     **changes: Unpack[Changes],
 ) -> Report:
     """Prune a model in place (Algorithm 2).
@@ -81,13 +87,15 @@ def prune(
         checkpoint: directory for intermediate results. A killed run that is started again with the same arguments goes
             on from there and ends in the same bits, on a GPU if its kernels are deterministic. The directory is not
             deleted afterwards.
+        within: time that the run may take on this machine, in seconds or as "30min": the recipe then takes fewer
+            gradient steps, or leaves out what else it must, and the report's notes say what. None: as the recipe says.
         **changes: fields of the recipe, such as `solver="sparsegpt"`, `rounds=6` or `damping=0.1`.
 
     Returns:
         The report: what was asked and decided, every round with every layer, the final audit.
 
     Raises:
-        ProblemError: a setting is outside its range, or a loss has no gradient.
+        ProblemError: a setting is outside its range, a loss has no gradient, or no form of the recipe ends in time.
         CalibrationError: there is no data, or it does not fit the model.
         LayerSelectionError: a name pattern or a rule matches nothing.
         ModelError: the model is no module, or cannot be copied.
@@ -100,17 +108,22 @@ def prune(
     """
     ensure_sleep()
     _require_callbacks(callbacks)
+    seconds = None if within is None else as_seconds(within)
     store = model if isinstance(model, Store) else Store(model)
     parsed = as_pattern(pattern)
     listeners = [LoggingCallback(), *callbacks]
     if isinstance(parsed, Structured):
         units = as_structured_recipe(recipe).but(**changes)
+        if within is not None:
+            require_forms(units, parsed)
         request_of_units = StructuredRequest(parsed, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         require_possible(store, request_of_units)
         with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
             return prune_structured(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
+    if within is not None:
+        require_forms(chosen, parsed)
     store.require_possible(chosen)
     require_whole(parsed, store.whole)
 
@@ -135,12 +148,45 @@ def prune(
                 store.require_space(checkpoint)
                 require_memory(chosen.network_solver, selection.layers, chosen.rounds, collected, holdout, store.device)
                 request = replace(
-                    request,
-                    patterns={layer: request.patterns[layer] for layer in selection.layers},
-                    recipe=with_affordable_epochs(request.recipe, selection.layers, collected, store.device),
+                    request, patterns={layer: request.patterns[layer] for layer in selection.layers}, within=seconds
                 )
                 frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
-                return run(Workspace.of(store, request, selection, collected, every_callback, frozen))
+                opened = None
+                if seconds is not None:
+                    opened, form, note = _in_time(store, request, selection, collected, frozen, seconds)
+                    request = replace(request, recipe=form)
+                    store.require_possible(form)
+                    every_callback.on_note(note)
+                affordable = with_affordable_epochs(request.recipe, selection.layers, collected, store.device)
+                request = replace(request, recipe=affordable)
+                return run(Workspace.of(store, request, selection, collected, every_callback, frozen, opened))
+
+
+def _in_time(
+    store: Store,
+    request: Request,
+    selection: Selection,
+    batches: list[Batch],
+    frozen: frozenset[str],
+    seconds: float,
+) -> tuple[Checkpoint, Recipe, str]:
+    """The open checkpoint, the form of the recipe that ends in time, and a note on it; a resumed run keeps its form.
+
+    Raises:
+        ProblemError: no form ends in time.
+        CheckpointError: as `prune`.
+    """
+    fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
+    opened = checkpoint_of(store, request, selection, fit, heldout, frozen)
+
+    def choose() -> JsonObject:
+        arguments = store, request.recipe, request.patterns, request.pattern, batches, request.holdout, request.seed
+        number, note = Foresight.of(*arguments).within(request.recipe, seconds)
+        return {"form": number, "note": note}
+
+    chosen = opened.remembered("form of the recipe", choose)
+    form = next(islice(forms(request.recipe, request.pattern), chosen["form"], None))
+    return opened, form.recipe, chosen["note"]
 
 
 def _before_observation(

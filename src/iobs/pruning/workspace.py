@@ -23,6 +23,7 @@ from iobs.pruning.descent.optimizers import RateSchedule
 from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling, with_sampled_text
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
+from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.network.layers import Layer, biases_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
@@ -58,6 +59,7 @@ class Request:
         offered: numbers of units, by name of the site, for sites that cannot keep every number.
         require_counts: raises if the model's class cannot have some numbers of units, by name of the site.
         added: paths of the readers that have a bias for the run only, of zeros before the first projection.
+        within: seconds that the run may take, or None.
     """
 
     recipe: Recipe
@@ -71,16 +73,20 @@ class Request:
     offered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     require_counts: Callable[[Mapping[str, int]], None] | None = None
     added: tuple[str, ...] = ()
+    within: float | None = None
 
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""
         recipe = describe_part(self.recipe)
-        return {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
+        asked = {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
+        return asked if self.within is None else {**asked, "within": self.within}
 
     def identity(self) -> JsonObject:
         """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
         pattern = plain(self.pattern, False, fingerprint)  # the text of a pattern would be rounded
         asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
+        # A resumed run keeps its form of the recipe, whatever time is given then.
+        asked |= {} if self.within is None else {"within a time": True}
         return {**describe_part(self.recipe, fingerprint), **asked}
 
 
@@ -123,6 +129,7 @@ class Workspace:
         heldout: held-out samples.
         callbacks: callbacks of the run; they also store the notes.
         frozen: names of the parameters that the user froze.
+        opened: the checkpoint, if it is open already.
         checkpoint: the checkpoint, or the null checkpoint.
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
@@ -136,6 +143,7 @@ class Workspace:
     heldout: Samples
     callbacks: Callbacks
     frozen: frozenset[str]
+    opened: Checkpoint | None = None
     checkpoint: Checkpoint = field(init=False)
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
@@ -155,7 +163,7 @@ class Workspace:
         copies = self._copies_to_sample()
         if copies:
             # Of the given samples: the bits of the model, and so the sampled text, may differ on another machine.
-            self.checkpoint = open_checkpoint(self.request.checkpoint, self._identity)
+            self.checkpoint = self._open()
             seed = self.request.seed
             self.fit = with_sampled_text(self.store.model, self.fit, copies, seed, self._known_windows)
         self.scoring = None
@@ -176,7 +184,7 @@ class Workspace:
         for index in range(recipe.rounds.count):
             self.ranks.require_enough(self.portion(index))
         if not copies:
-            self.checkpoint = open_checkpoint(self.request.checkpoint, self._identity)
+            self.checkpoint = self._open()
 
     def _copies_to_sample(self) -> int:
         """Windows to sample from the dense model for every calibration window, with a note."""
@@ -207,10 +215,11 @@ class Workspace:
         batches: list[Batch],
         callbacks: Callbacks,
         frozen: frozenset[str],
+        opened: Checkpoint | None = None,
     ) -> Workspace:
         """The workspace of a run on all the given batches."""
         fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
-        return cls(store, request, selection, fit, heldout, callbacks, frozen)
+        return cls(store, request, selection, fit, heldout, callbacks, frozen, opened)
 
     @property
     def recipe(self) -> Recipe:
@@ -281,8 +290,9 @@ class Workspace:
         return has_outputs_by_position(self.fit.batches[0])
 
     def importance_of(self, layer: Layer) -> Tensor | None:
-        """Relative weights of the errors of a layer's rows, (rows,); None if all rows count equally."""
+        """Relative weights of the errors of a layer's rows, (rows,); None if they decide nothing."""
         weighs = self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or self.by_position)
+        weighs = weighs and rows_compete(self.request.patterns[layer])
         return self.fisher.relative(layer) if weighs else None
 
     @property
@@ -428,10 +438,34 @@ class Workspace:
         decided = {"samples": self.fit.samples, "decided": self.decided.describe_part()}
         return {**self.request.facts(), **arithmetic, **decided}
 
-    def _identity(self) -> JsonObject:
-        """The identity of the run: a checkpoint is valid only for the same weights, data and settings."""
-        layers = [layer.name for layer in self.selection.layers]
-        asked = {**self.request.identity(), "layers": layers, "arithmetic": str(self.store.arithmetic)}
-        asked |= {"device": self.store.device.type, "ranks": self.ranks.size}
-        asked |= {"frozen parameters": sorted(self.frozen)} if self.frozen else {}
-        return identity_of(asked, self.store.state(), self.fit.batches, self.heldout.batches)
+    def _open(self) -> Checkpoint:
+        return self.opened or checkpoint_of(
+            self.store, self.request, self.selection, self.fit, self.heldout, self.frozen
+        )
+
+
+def checkpoint_of(
+    store: Store, request: Request, selection: Selection, fit: Samples, heldout: Samples, frozen: frozenset[str]
+) -> Checkpoint:
+    """Open the checkpoint of a run: it is valid only for the same weights, data and settings.
+
+    Args:
+        store: of the dense model.
+        request: what was asked.
+        selection: the layers to prune.
+        fit: calibration samples.
+        heldout: held-out samples.
+        frozen: names of the parameters that the user froze.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`.
+    """
+
+    def identity() -> JsonObject:
+        layers = [layer.name for layer in selection.layers]
+        asked = {**request.identity(), "layers": layers, "arithmetic": str(store.arithmetic)}
+        asked |= {"device": store.device.type, "ranks": current().size}
+        asked |= {"frozen parameters": sorted(frozen)} if frozen else {}
+        return identity_of(asked, store.state(), fit.batches, heldout.batches)
+
+    return open_checkpoint(request.checkpoint, identity)

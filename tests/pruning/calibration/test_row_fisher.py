@@ -12,6 +12,7 @@ from torch import nn
 import iobs
 from iobs import Unstructured
 from iobs.errors import ProblemError
+from iobs.pruning.calibration import row_fisher as module
 from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
@@ -34,6 +35,23 @@ def data(convolution=False):
     return list(torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)))
 
 
+def labels_of(logs, generator):
+    """Drawn labels (rows, 1): the first class whose cumulative chance exceeds a uniform number."""
+    sums = logs.detach().exp().cumsum(-1)
+    return (sums <= torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]).sum(-1, keepdim=True)
+
+
+def test_labels_are_drawn_from_the_chances_of_the_model():
+    chances = torch.tensor([[0.1, 0.2, 0.0, 0.7], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]).repeat(20_000, 1)
+    drawn = module._drawn(chances, torch.Generator().manual_seed(0)).view(-1, 3)
+    for row, expected in enumerate(chances[:3]):
+        counts = torch.bincount(drawn[:, row], minlength=4)
+        assert not counts[expected == 0].any()
+        torch.testing.assert_close(counts / len(drawn), expected, rtol=0, atol=0.015)
+    broken = module._drawn(torch.full((5, 3), float("nan")), torch.Generator())  # the sweep names the layer later
+    assert ((broken >= 0) & (broken < 3)).all()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("convolution", [False, True])
 def test_prices_are_squared_gradients_at_outputs(convolution, frozen):
@@ -46,7 +64,7 @@ def test_prices_are_squared_gradients_at_outputs(convolution, frozen):
         generator = torch.Generator().manual_seed(3 + place)
         hidden = model[0](batch).detach().requires_grad_()
         logs = model[1](hidden).log_softmax(-1)
-        labels = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+        labels = labels_of(logs, generator)
         (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), hidden)
         total = total + gradient.double().square().movedim(1, -1).flatten(0, -2).sum(0)
     torch.testing.assert_close(found.outputs[layer], total / 36, rtol=1e-5, atol=0)
@@ -72,7 +90,7 @@ def test_prices_of_text_are_squared_gradients_at_outputs():
             logs = getattr(logs, "logits", logs)
             logs = logs.flatten(0, -2).log_softmax(-1)
             hook.remove()
-            labels = torch.multinomial(logs.detach().exp(), 1, generator=generator)
+            labels = labels_of(logs, generator)
             (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), outputs)
             total, count = total + gradient.double().flatten(0, -2).square().sum(0), count + len(logs)
         torch.testing.assert_close(found.outputs[layer], total / count, rtol=1e-5, atol=0)

@@ -212,7 +212,14 @@ class OffloadedStore(BlockwiseStore):
         self._memory.save(changed)
 
     # ---- cost of a run
-    def foreseen(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Plan:
+    def foreseen(
+        self,
+        selection: Selection,
+        batches: Sequence[Batch],
+        recipe: Recipe,
+        holdout: float,
+        within: float | None = None,
+    ) -> Plan:
         """Predict memory and time of a run; the model is traced for that.
 
         Raises:
@@ -220,7 +227,7 @@ class OffloadedStore(BlockwiseStore):
         """
         self.require_possible(recipe)
         with self.prepared(), evaluating(self.model):
-            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout)
+            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout, within=within)
 
     def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """The sizes of the model and of the hidden states that `check` has found."""

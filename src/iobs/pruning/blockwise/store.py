@@ -21,23 +21,21 @@ from iobs.core.patterns import Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
-from iobs.pruning.cost.prices import measure
-from iobs.pruning.cost.work import forecast
+from iobs.pruning.cost.within import forms
 from iobs.pruning.descent.batches import in_steps
-from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
-from iobs.pruning.recipe import Recipe, Rounds
+from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import available, free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
-from iobs.pruning.workspace import Decisions
 
 
 class BlockSource(Protocol):
@@ -254,7 +252,13 @@ class BlockwiseStore(Store, ABC):
 
     # ---- cost of a run
     def plan(
-        self, selection: Selection, batches: Sequence[Batch], recipe: Recipe, holdout: float, timed: bool = True
+        self,
+        selection: Selection,
+        batches: Sequence[Batch],
+        recipe: Recipe,
+        holdout: float,
+        timed: bool = True,
+        within: float | None = None,
     ) -> Plan:
         """Predict memory, time and disk space of a run.
 
@@ -264,11 +268,20 @@ class BlockwiseStore(Store, ABC):
             recipe: how to prune.
             holdout: share of the samples that is held out.
             timed: False measures no speeds and predicts no time.
+            within: seconds that the run may take: the plan is that of the form of the recipe that ends in time.
 
         Raises:
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
+        foresight, form = None, ""
+        if timed:
+            pattern = Unstructured(0.5)
+            patterns = dict.fromkeys(selection.layers, pattern)
+            foresight = Foresight.of(self, recipe, patterns, pattern, batches, holdout, 0)
+            if within is not None:
+                number, form = foresight.within(recipe, within)
+                recipe = [*forms(recipe, pattern)][number].recipe
         recipe = with_affordable_epochs(recipe, selection.layers, batches, self.device)
         sizes = self._sizes(selection, batches, recipe)
         config = getattr(self.model, "config", None)
@@ -307,16 +320,10 @@ class BlockwiseStore(Store, ABC):
             model_bytes=sizes.model_bytes,
             parked=on_cpu and self.streams in ("auto", "disk"),
         )
-        predicted = replace(predicted, copied_bytes=sizes.copied_bytes)
+        predicted = replace(predicted, copied_bytes=sizes.copied_bytes, form=form)
         room = self._room(predicted, sizes.written_bytes)
         predicted = predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
-        return predicted.timed(self._forecast(selection.layers, batches, recipe, holdout)) if timed else predicted
-
-    def _forecast(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe, holdout: float) -> Forecast:
-        """The work of a run and its time on this machine."""
-        patterns = dict.fromkeys(layers, Unstructured(0.5))
-        workspace, prices = measure(self, recipe, patterns, self._blocks, Samples.of(batches), holdout)
-        return forecast(workspace, prices, recipe, Decisions(Rounds(), None, blocks=recipe.blocks))
+        return predicted if foresight is None else predicted.timed(foresight.forecast(recipe))
 
     def _room(self, predicted: Plan, written_bytes: int) -> dict[Place, int]:
         """Free bytes in each place for this rank, besides what the run itself takes; each rank has its own device."""

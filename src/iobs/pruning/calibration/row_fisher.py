@@ -322,16 +322,24 @@ def _likelihood(model: nn.Module, batch: Batch, generator: torch.Generator, outp
     else:
         scores = scores.movedim(axis, -1)
         logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
-        chances = logs.detach().exp().cpu()
-        chances = chances.masked_fill_(~chances.isfinite(), 1.0)  # padding; otherwise the sweep names the layer
-        drawn = torch.multinomial(chances, 1, generator=generator).to(logs.device)
-        drawn_logs = logs.gather(1, drawn).reshape(*scores.shape[:-1], 1)
+        drawn = _drawn(logs.detach().exp(), generator)
+        drawn_logs = logs.gather(1, drawn[:, None]).reshape(*scores.shape[:-1], 1)
         likelihood = unpadded(drawn_logs, attended(model, batch)).sum()
     if not likelihood.requires_grad:
         raise ProblemError(
             f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
         )
     return likelihood
+
+
+def _drawn(chances: Tensor, generator: torch.Generator) -> Tensor:
+    """One class for each row of chances (rows, classes), (rows,) int64; any class where chances are not finite.
+
+    Several times as fast as `torch.multinomial`, which draws a number for every class.
+    """
+    sums = chances.cumsum(-1)
+    levels = torch.rand(len(sums), 1, generator=generator).to(sums) * sums[:, -1:]
+    return torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=chances.shape[-1] - 1)
 
 
 @contextmanager

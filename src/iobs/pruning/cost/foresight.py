@@ -1,25 +1,125 @@
-"""Forecast of a run before it, for a dry run of a model in memory."""
+"""Foresight of a run: the forecasts of a recipe and of its shorter forms, from prices that are measured once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from iobs.core.patterns import Pattern
+from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.inputs import with_affordable_epochs, with_affordable_steps
 from iobs.pruning.cost.prices import measure
-from iobs.pruning.cost.work import forecast
+from iobs.pruning.cost.within import fitting, forms
+from iobs.pruning.cost.work import Prices, Work, forecast
 from iobs.pruning.decisions.rounds import one_kind_of_steps
 from iobs.pruning.descent.sampled_text import copies_to_sample
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.recipe import Recipe
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, positions
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Foretells runs of recipes with one solver, on this machine.
+
+    Decisions of a run that rest on its results, such as further rounds, are as `iobs.prune` expects them.
+
+    Attributes:
+        store: of the dense model, prepared and in eval mode.
+        layers: the layers to prune.
+        pattern: of the run.
+        data: the given calibration samples.
+        fit: those that are not held out.
+        chain: blocks along which the model can be run, possibly none.
+        work: sizes of the run with the given samples.
+        prices: of this machine.
+    """
+
+    store: Store
+    layers: tuple[Layer, ...]
+    pattern: Pattern
+    data: Sequence[Batch]
+    fit: Samples
+    chain: list[Block]
+    work: Work
+    prices: Prices
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        recipe: Recipe,
+        patterns: Mapping[Layer, Pattern],
+        pattern: Pattern,
+        data: Sequence[Batch],
+        holdout: float,
+        seed: int,
+    ) -> Foresight:
+        """Measure the prices of a recipe; the model is unchanged.
+
+        Args:
+            store: of the dense model, prepared and in eval mode.
+            recipe: its solver and rules are timed.
+            patterns: of the layers to prune.
+            pattern: of the run.
+            data: calibration samples.
+            holdout: share of the samples that is held out.
+            seed: of the run.
+        """
+        layers = tuple(patterns)
+        with torch.no_grad():
+            chain = store.chain(data, layers)
+            fit, heldout = split(Samples.of([*data]), holdout, seed)
+            every = Samples.of(fit.batches + heldout.batches)
+            work, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
+        return cls(store, layers, pattern, data, fit, chain, work, prices)
+
+    def forecast(self, recipe: Recipe) -> Forecast:
+        """The work of a run and its time."""
+        with torch.no_grad():
+            recipe = with_affordable_epochs(recipe, self.layers, self.data, self.store.device)
+            tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
+            text = positions(self.data[0]) > 1
+            decided = one_kind_of_steps(
+                Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks),
+                bool(self.chain),
+                text or not self.store.whole,
+            )
+            copies = 0
+            if self.store.whole:
+                decided = with_affordable_steps(decided, self.store.model, self.layers, self.fit)
+                sampled = decided.blocks.sampled if decided.blocks is not None else 0
+                copies = copies_to_sample(self.store.model, self.fit) if sampled == "auto" else sampled
+        more = copies * self.fit.samples
+        share = 1 + more / self.work.samples
+        work = replace(
+            self.work,
+            samples=self.work.samples + more,
+            positions=round(self.work.positions * share),
+            held_out=self.work.held_out / share,
+        )
+        return forecast(work, self.prices, recipe, decided, self.pattern, more)
+
+    def within(self, recipe: Recipe, seconds: float) -> tuple[int, str]:
+        """The number of the first of a recipe's `forms` that ends in time, and a note on it; the same on all ranks.
+
+        Raises:
+            ProblemError: no form ends in time.
+        """
+        ranks = current()
+
+        def foretold(form: Recipe) -> float:
+            return ranks.total(self.forecast(form).seconds) / ranks.size
+
+        return fitting(recipe, self.pattern, seconds, foretold)
 
 
 def foresee(
@@ -31,10 +131,9 @@ def foresee(
     *,
     holdout: float,
     seed: int,
-) -> Forecast:
-    """Forecast the work of a run and its time on this machine; the model is unchanged.
-
-    Decisions of the run that rest on its results, such as further rounds, are as `iobs.prune` expects them.
+    within: float | None = None,
+) -> tuple[Forecast, str]:
+    """The work of a run of a model in memory and its time, before it; the model is unchanged.
 
     Args:
         store: of the model, which is in memory.
@@ -44,19 +143,14 @@ def foresee(
         data: calibration samples.
         holdout: share of the samples that is held out.
         seed: of the run.
+        within: seconds that the run may take, or None.
+
+    Returns:
+        The forecast, and a note on the form of the recipe that ends in time.
     """
-    with torch.no_grad(), store.prepared(), evaluating(store.model), seeded(store.model, seed):
-        model, layers = store.model, tuple(patterns)
-        recipe = with_affordable_epochs(recipe, layers, data, store.device)
-        chain = store.chain(data, layers)
-        fit, heldout = split(Samples.of(list(data)), holdout, seed)
-        tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
-        decided = one_kind_of_steps(
-            Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks), bool(chain), positions(data[0]) > 1
-        )
-        decided = with_affordable_steps(decided, model, layers, fit)
-        sampled = decided.blocks.sampled if decided.blocks is not None else 0
-        copies = copies_to_sample(model, fit) if sampled == "auto" else sampled
-        every = Samples.of(fit.batches * (1 + copies) + heldout.batches)
-        workload, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
-        return forecast(workload, prices, recipe, decided, pattern, copies * fit.samples)
+    with store.prepared(), evaluating(store.model), seeded(store.model, seed):
+        foresight = Foresight.of(store, recipe, patterns, pattern, data, holdout, seed)
+        if within is None:
+            return foresight.forecast(recipe), ""
+        number, note = foresight.within(recipe, within)
+        return foresight.forecast([*forms(recipe, pattern)][number].recipe), note

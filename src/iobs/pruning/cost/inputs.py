@@ -25,7 +25,7 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
 
 _FIT_BUDGET = 1e14  # multiply-adds of block reconstruction and of steps of the whole network: about an hour on one core
-_SAMPLING_EPOCHS = 4.0  # fewer passes over the calibration windows do not overfit them, and need no sampled ones
+SAMPLING_EPOCHS = 4.0  # fewer passes over the calibration windows do not overfit them, and need no sampled ones
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
 _ALIVE = 8  # latest inputs that a new one is compared with: layers that share an input are called in a row
 
@@ -147,5 +147,5 @@ def with_affordable_epochs(
         epochs = _FIT_BUDGET / max(1.0, passes * positions * sum(layer.weights for layer in layers))
         epochs = round(min(MOST_EPOCHS, max(1.0, epochs)), 1)
     between = math.ceil(blocks.between * epochs / MOST_EPOCHS)
-    sampled = 0 if blocks.sampled == "auto" and epochs < _SAMPLING_EPOCHS else blocks.sampled
+    sampled = 0 if blocks.sampled == "auto" and epochs < SAMPLING_EPOCHS else blocks.sampled
     return recipe.but(blocks=replace(blocks, epochs=epochs, between=between, sampled=sampled))

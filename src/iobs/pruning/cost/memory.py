@@ -265,6 +265,7 @@ class Plan:
         checkpoint_bytes: largest size of a checkpoint, if there is one.
         copied_bytes: size of copies of the dense weights in main memory, beside a model that is there.
         peaks: peak memory of every phase that has a prediction; the largest of them is `peak_bytes`.
+        form: note on the form of the recipe that ends in the given time; empty without one.
     """
 
     peak_bytes: int
@@ -279,6 +280,7 @@ class Plan:
     checkpoint_bytes: int = 0
     copied_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    form: str = ""
 
     def placed(self, place: str, device: torch.device) -> Plan:
         """The plan with the hidden states in a place."""

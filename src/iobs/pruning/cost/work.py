@@ -17,6 +17,7 @@ from iobs.pruning.decisions.learning_rate import candidates
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
+from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
@@ -343,7 +344,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
     solves, single = 0.0, 0.0
     allocation = under_pattern(recipe.division, pattern)
-    if allocation.criterion == "uniform" and not recipe.may_weigh_rows:
+    if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
         return []
     probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
     pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, on_grid_of
-from iobs.core.patterns import Grid, Pattern, Unstructured, as_pattern
+from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
@@ -91,6 +91,12 @@ def patterns_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
     keep = pattern.groups(layer.shape).keep
     bounds = [keep * part // layer.groups for part in range(layer.groups + 1)]
     return [on_grid_of(pattern, Unstructured(keep=high - low)) for low, high in itertools.pairwise(bounds)]
+
+
+def rows_compete(pattern: Pattern) -> bool:
+    """True if the rows of a layer share a count, so that the weights of their errors decide about zeros."""
+    entries = entries_of(pattern)
+    return not (isinstance(entries, NM) or (isinstance(entries, Unstructured) and entries.per == "row"))
 
 
 def thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:

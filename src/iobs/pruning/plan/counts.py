@@ -20,7 +20,7 @@ from iobs.pruning.recipe import Allocation
 
 # Measured densities of a layer, relative to that of the whole model, and the greatest of them: at density 1 the damage
 # is zero.
-LEVELS = (1 / 6, 1 / 3, 2 / 3, 1.0, 1.5, 2.5)
+LEVELS = (1 / 3, 2 / 3, 1.0, 1.6, 2.5)
 _DENSEST = 0.9
 _STEPS = 400  # points at which a curve is evaluated; counts between two points are possible
 

@@ -36,12 +36,13 @@ from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
 
 FREE = 0  # in place of a number of bits: values that lie on no grid
-CURVE_ROWS = 1024  # least number of rows that stand for a layer; 32 rows cost a quarter of the gain at 70 % (LOG.md)
-CURVE_TOKENS = 16384  # most positions of text for curves: four times as many change no perplexity (LOG.md)
+CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
+CURVE_TOKENS = 8192  # most positions of text for curves; twice as many move half a percent of the weights (LOG.md)
 POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
 
 TRIAL_SAMPLES = 6000  # of the trials of all layers together; a pass of each through the whole model
+_NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for a layer: others have uneven zeros
 _LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
 
@@ -100,7 +101,7 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
 def row_step(rows: int, groups: int) -> int:
     """Every how many-th row of a layer is solved for its curve; 1: all rows.
 
-    Rows have the same Hessian, so a thousand of them show the error of all.
+    Rows have the same Hessian, so a few hundred of them show the error of all.
 
     Args:
         rows: of the layer's matrix.
@@ -180,7 +181,7 @@ class CurveSweep:
     def weight_at(self, layer: Layer, keep: int) -> Tensor:
         """The layer's weight (rows, columns) with `keep` entries, from its kept Grams."""
         assert self.statistics is not None
-        task = self._task(layer, layer.read(self.workspace.store.model), (FREE, keep), 1)
+        task = self._task(layer, layer.read(self.workspace.store.model), (FREE, keep))
         (weight,) = _solved([task], self.statistics[layer])
         return weight
 
@@ -192,10 +193,11 @@ class CurveSweep:
         gram = statistics.heldout or statistics.calibration
         prices = fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
-        step = row_step(layer.shape[0], layer.groups) if full == layer.weights else 1
-        rows = dense[::step]
+        step = row_step(layer.shape[0], layer.groups) if full >= _NEARLY_DENSE * layer.weights else 1
+        sample = _spread(gram, dense, prices, step)
+        rows, prices_of_rows = dense[sample], None if prices is None else prices[sample.cpu()]
         energy = _damage(gram, dense, prices)
-        sampled = energy if step == 1 else _damage(gram, rows, _every(prices, step))
+        sampled = energy if step == 1 else _damage(gram, rows, prices_of_rows)
         scale = (energy if prices is not None else 1.0) / max(sampled, 1e-30)
         wanted = [
             (bits, max(1, round(density * layer.weights)))
@@ -203,11 +205,11 @@ class CurveSweep:
             for density in sorted(densities)
         ]
         wanted = [(bits, keep) for bits, keep in dict.fromkeys(wanted) if bits != FREE or keep < full]
-        tasks = [self._task(layer, rows, choice, step) for choice in wanted]
+        tasks = [self._task(layer, rows, choice, sample) for choice in wanted]
         weights = _solved(tasks, statistics)
         points: dict[int, list[tuple[int, float]]] = {bits: [] for bits in self.densities}
         for (bits, keep), weight in zip(wanted, weights, strict=True):
-            damage = scale * _damage(gram, weight - rows, _every(prices, step))
+            damage = scale * _damage(gram, weight - rows, prices_of_rows)
             # A damage that grows with more entries is noise of the solver.
             points[bits].append((keep, min([damage, *(before for _, before in points[bits])])))
         if FREE in points:
@@ -217,7 +219,7 @@ class CurveSweep:
             keep = max(1, round(self.tried * layer.weights))
             curve = Curve.of(points[FREE], energy)
             if keep < full and curve.at(keep) > 0:
-                (weight,) = _solved([self._task(layer, dense, (FREE, keep), 1)], statistics)
+                (weight,) = _solved([self._task(layer, dense, (FREE, keep))], statistics)
                 factor = self._divergence(layer, weight) / curve.at(keep)
                 factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
                 curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
@@ -236,14 +238,14 @@ class CurveSweep:
         with weights_written(model, {layer: weight}):
             return mean_loss(model, self._answers, kl_to_answers)
 
-    def _task(self, layer: Layer, rows: Tensor, choice: Choice, step: int) -> Task:
-        """Every step-th row of the layer's weight, to prune to the density of a choice."""
+    def _task(self, layer: Layer, rows: Tensor, choice: Choice, sample: Tensor | None = None) -> Task:
+        """Rows of the layer's weight, all or a sample of them, to prune to the density of a choice."""
         bits, keep = choice
         settings, importance = self.settings[layer], self.workspace.importance_of(layer)
-        if step > 1:
+        if len(rows) < layer.shape[0]:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
-        importance = None if importance is None else importance[::step]
+            importance = None if importance is None or sample is None else importance[sample.to(importance.device)]
         zeros = rows if settings.keep_zeros else None
         return Task(layer, self.pattern(bits, keep, layer), rows, None, settings, zeros, importance=importance)
 
@@ -265,8 +267,16 @@ def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
     return ranks.each(weight, len(tasks), tasks[0].current)
 
 
-def _every(prices: Tensor | None, step: int) -> Tensor | None:
-    return None if prices is None else prices[::step]
+def _spread(gram: Gram, weight: Tensor, prices: Tensor | None, step: int) -> Tensor:
+    """Numbers of the rows that stand for a layer: every step-th in the order of the prices of their outputs, int64.
+
+    Few rows may have most of the price. In this order, every part of it has its share.
+    """
+    if step == 1:
+        return torch.arange(len(weight), device=weight.device)
+    own = weight.to(gram.own.dtype)
+    energies = ((own @ gram.own[0]) * own).sum(1)
+    return (energies if prices is None else energies * prices.to(energies)).argsort()[step // 2 :: step]
 
 
 def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:

@@ -1,0 +1,162 @@
+"""Recipes that end within a given time: fewer gradient steps, then no steps, then no division of the sparsity."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from numbers import Real
+
+from iobs.core.grids import Budget
+from iobs.core.patterns import Pattern
+from iobs.core.structured import Structured
+from iobs.errors import ProblemError, is_a
+from iobs.pruning.cost.inputs import SAMPLING_EPOCHS
+from iobs.pruning.progress import in_words
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
+from iobs.pruning.recipe.parts import MOST_EPOCHS
+
+_SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of the gradient steps; fewer repay no trial of a rate
+_SHORT = 100  # steps of each window in short fits, as in the preset "fast"
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_NUMBER = r"\d+(?:\.\d+)?"
+_PIECE = rf"({_NUMBER})\s*(s|min|h)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A recipe, or a form of it that takes less time.
+
+    Attributes:
+        recipe: how to prune.
+        words: what it leaves out; empty for the whole recipe.
+    """
+
+    recipe: Recipe
+    words: str
+
+
+def as_seconds(within: object) -> float:
+    """A time in seconds, from a number of seconds or text such as "30min", "90 s" or "1h 30min".
+
+    Raises:
+        ProblemError: it is no time above zero.
+    """
+    seconds = 0.0
+    if isinstance(within, str) and re.fullmatch(rf"\s*{_NUMBER}\s*", within):
+        seconds = float(within)
+    elif isinstance(within, str) and re.fullmatch(rf"\s*(?:{_PIECE}\s*)+", within):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PIECE, within))
+    elif is_a(Real, within):
+        seconds = float(within)  # type: ignore[arg-type]
+    if not 0 < seconds < math.inf:
+        raise ProblemError(f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {within!r}.')
+    return seconds
+
+
+def require_forms(recipe: Recipe, pattern: Pattern) -> None:
+    """Raise unless the time of a run can be foretold, and so be limited.
+
+    Raises:
+        ProblemError: the pattern is of whole units, or the solver of the whole network.
+    """
+    reason = ""
+    if isinstance(pattern, Structured):
+        reason = "a pattern of whole units; the steps of its recipe set the time"
+    elif recipe.network_solver is not None:
+        reason = "a solver of the whole network"
+    if reason:
+        raise ProblemError(f"A time for the run (within) is not possible yet with {reason}.")
+
+
+def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
+    """The forms of a recipe, each of which takes less time than the one before.
+
+    The first one takes all gradient steps that the recipe allows, more than a CPU affords otherwise.
+    """
+    blocks = recipe.blocks
+    if blocks is not None and blocks.epochs == "auto":
+        recipe = recipe.but(blocks=replace(blocks, epochs=MOST_EPOCHS))
+    steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
+    many = recipe.blocks is not None or any(max(step.steps, step.most_steps or 0) > 1 for step in steps)
+    for share in _SHARES if many else _SHARES[:1]:
+        yield Form(_with_steps(recipe, share), "" if share == 1 else f"{share:.0%} of the gradient steps")
+    blocks = recipe.blocks
+    if blocks is not None and (blocks.masks > 1 or blocks.network_steps):
+        short = replace(blocks, masks=1, network_steps=0, sampled=0, steps=min(blocks.steps, _SHORT), epochs=1.0)
+        recipe = recipe.but(blocks=short, finetune=None, rounds=Rounds())
+        yield Form(recipe, "one projection, and short fits of blocks")
+    left_out = []
+    if recipe.blocks is not None or steps or recipe.rounds.count > 1:
+        recipe, left_out = recipe.but(blocks=None, finetune=None, rounds=Rounds()), ["no gradient steps"]
+        yield Form(recipe, *left_out)
+    if recipe.division.generations and recipe.division.criterion in ("auto", "search"):
+        recipe = recipe.but(allocation=replace(recipe.division, criterion="auto", generations=0))
+        left_out.append("no search among divisions")
+        yield Form(recipe, ", ".join(left_out))
+    bounded = recipe.division.bounds or recipe.division.least or recipe.division.most is not None
+    divided = recipe.division.criterion != "uniform" or recipe.may_weigh_rows
+    if divided and not bounded and not isinstance(pattern, Budget):
+        recipe = recipe.but(allocation="uniform", curvature="layer")
+        left_out.append("equal shares of all layers")
+        yield Form(recipe, ", ".join(left_out))
+    if recipe.target != "layer":
+        yield Form(recipe.but(target="layer"), ", ".join([*left_out, "layers match their own outputs"]))
+
+
+def _with_steps(recipe: Recipe, share: float) -> Recipe:
+    """The recipe with a share of its gradient steps."""
+    finetune, between = (
+        None if step is None else _fewer(step, share) for step in (recipe.finetune, recipe.rounds.finetune)
+    )
+    blocks = None if recipe.blocks is None else _shorter(recipe.blocks, share)
+    return recipe.but(blocks=blocks, finetune=finetune, rounds=replace(recipe.rounds, finetune=between))
+
+
+def _fewer(step: FineTune, share: float) -> FineTune:
+    most = step.most_steps
+    return replace(
+        step,
+        steps=math.ceil(share * step.steps),
+        most_steps=None if most is None else math.ceil(share * most),
+    )
+
+
+def _shorter(blocks: BlockFit, share: float) -> BlockFit:
+    assert blocks.epochs != "auto"
+    epochs = None if blocks.epochs is None else share * blocks.epochs
+    few = blocks.sampled == "auto" and epochs is not None and epochs < SAMPLING_EPOCHS
+    return replace(
+        blocks,
+        steps=math.ceil(share * blocks.steps),
+        between=math.ceil(share * blocks.between),
+        network_steps=math.ceil(share * blocks.network_steps),
+        epochs=epochs,
+        sampled=0 if few else blocks.sampled,
+    )
+
+
+def fitting(recipe: Recipe, pattern: Pattern, seconds: float, foretold: Callable[[Recipe], float]) -> tuple[int, str]:
+    """The number of the first form of a recipe that ends in time, and a note on it.
+
+    Args:
+        recipe: how to prune.
+        pattern: of the run.
+        seconds: that the run may take.
+        foretold: recipe -> seconds that it takes.
+
+    Raises:
+        ProblemError: no form ends in time.
+    """
+    least = math.inf
+    for number, form in enumerate(forms(recipe, pattern)):
+        expected = foretold(form.recipe)
+        if expected <= seconds:
+            words = f"{form.words or 'the whole recipe'}; about {in_words(expected)}"
+            return number, f"Within {in_words(seconds)}: {words}."
+        least = min(least, expected)
+    raise ProblemError(
+        f"No form of this recipe ends within {in_words(seconds)}: the shortest takes about {in_words(least)}. Give "
+        "more time, fewer or shorter samples, or a faster solver such as sparsegpt."
+    )

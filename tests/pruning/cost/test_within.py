@@ -1,0 +1,185 @@
+"""Runs that end within a given time: which form of a recipe they take."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import iobs
+from iobs.cli import app
+from iobs.core.patterns import as_pattern
+from iobs.pruning import driver
+from iobs.pruning.cost.foresight import Foresight
+from iobs.pruning.cost.within import as_seconds, fitting, forms
+from iobs.pruning.forecast import Forecast, Part
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import evaluating
+from iobs.pruning.store import Store
+
+
+@pytest.mark.parametrize(
+    ("within", "seconds"),
+    [(90, 90), (0.5, 0.5), ("90", 90), ("90s", 90), ("30min", 1800), (" 1.5 h", 5400), ("1h 30min", 5400)],
+)
+def test_times_are_read(within, seconds):
+    assert as_seconds(within) == seconds
+
+
+@pytest.mark.parametrize("within", [0, -1, float("nan"), float("inf"), "", "0s", "soon", "5 days", "1h-2h", None, True])
+def test_other_values_are_refused(within):
+    with pytest.raises(iobs.errors.ProblemError, match="30min"):
+        as_seconds(within)
+
+
+def test_forms_of_a_recipe_leave_out_more_and_more():
+    words = [form.words for form in forms(iobs.Recipe.preset("best"), as_pattern(0.5))]
+    assert words[0] == ""
+    assert words[1:9] == [
+        f"{share} % of the gradient steps".replace(" %", "%") for share in (70, 50, 35, 25, 18, 12, 8, 5)
+    ]
+    assert words[9] == "one projection, and short fits of blocks"
+    assert words[10] == "no gradient steps"
+    assert [word.split(", ")[-1] for word in words[11:]] == [
+        "no search among divisions",
+        "equal shares of all layers",
+        "layers match their own outputs",
+    ]
+    last = [*forms(iobs.Recipe.preset("best"), as_pattern(0.5))][-1].recipe
+    assert last == iobs.Recipe(bias=last.bias)
+
+
+def test_a_budget_of_bits_and_bounds_keep_their_division():
+    bounded = iobs.Recipe.preset("fast").but(allocation=iobs.Allocation("fisher", least=0.1))
+    for recipe, pattern in (("fast", iobs.Budget(3.0)), (bounded, as_pattern(0.5))):
+        recipe = iobs.Recipe.preset(recipe) if isinstance(recipe, str) else recipe
+        assert all(form.recipe.division.criterion != "uniform" for form in forms(recipe, pattern))
+
+
+def test_steps_are_fewer_in_every_form():
+    found = [form.recipe for form in forms(iobs.Recipe.preset("best"), as_pattern(0.5))][:9]
+    for richer, poorer in itertools.pairwise(found):
+        assert poorer.blocks.epochs < richer.blocks.epochs
+        assert poorer.blocks.network_steps < richer.blocks.network_steps
+        assert poorer.finetune.most_steps < richer.finetune.most_steps
+        assert poorer.rounds.count == richer.rounds.count
+    assert [recipe.blocks.sampled for recipe in found[:4]] == ["auto", "auto", "auto", 0]  # 10, 7, 5 and 3.5 epochs
+
+
+def test_the_richest_form_that_ends_in_time_is_taken():
+    recipe, pattern = iobs.Recipe.preset("fast"), as_pattern(0.5)
+    times = {form.words: 100.0 - 5 * number for number, form in enumerate(forms(recipe, pattern))}
+
+    def foretold(wanted):
+        return next(times[form.words] for form in forms(recipe, pattern) if form.recipe == wanted)
+
+    assert fitting(recipe, pattern, 100, foretold)[0] == 0
+    number, note = fitting(recipe, pattern, 91, foretold)
+    assert number == 2
+    assert note == "Within 1 min 31 s: 50% of the gradient steps; about 1 min 30 s."
+    with pytest.raises(iobs.errors.ProblemError, match=f"the shortest takes about {min(times.values()):.0f} s"):
+        fitting(recipe, pattern, 10, foretold)
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 24), torch.nn.Linear(24, 6)]
+    return torch.nn.Sequential(*layers), [torch.randn(32, 24) for _ in range(4)]
+
+
+def test_forecasts_of_the_forms_fall(network):
+    model, data = network
+    pattern, store = as_pattern(0.5), Store(model)
+    selection = store.select(None, None, False)
+    patterns = dict.fromkeys(selection.layers, pattern)
+    recipe = iobs.Recipe.preset("best")
+    with evaluating(model):
+        foresight = Foresight.of(store, recipe, patterns, pattern, data, 0.1, 0)
+        times = [foresight.forecast(form.recipe).seconds for form in forms(recipe, pattern)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1] > 0
+
+
+@pytest.fixture
+def foretold(monkeypatch):
+    """Set the forecast of all recipes: seconds of a recipe with blocks, and of one without."""
+
+    def set_to(with_steps, without):
+        def forecast(self, recipe):
+            assert all(isinstance(layer, Layer) for layer in self.layers)
+            return Forecast((Part("layers", 1, without if recipe.finetune is None else with_steps),))
+
+        monkeypatch.setattr(Foresight, "forecast", forecast)
+
+    return set_to
+
+
+def test_a_run_takes_the_form_that_ends_in_time(network, foretold):
+    model, data = network
+    foretold(100.0, 10.0)
+    report = iobs.prune(model, data, 0.5, "best", within="20s")
+    assert report.settings["recipe"]["finetune"] is None
+    assert report.settings["within"] == 20.0
+    assert any(note.startswith("Within 20 s: ") and note.endswith("about 10 s.") for note in report.notes)
+    assert sum(one.zeros for one in report.audit) * 2 == sum(one.weights for one in report.audit)
+
+
+def test_a_run_that_cannot_end_in_time_changes_nothing(network, foretold, tmp_path):
+    model, data = network
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    foretold(100.0, 10.0)
+    with pytest.raises(iobs.errors.ProblemError, match="No form of this recipe ends within 5 s"):
+        iobs.prune(model, data, 0.5, "best", within=5, checkpoint=tmp_path / "checkpoint")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    iobs.prune(model, data, 0.5, "best", within=15, checkpoint=tmp_path / "checkpoint")  # the same checkpoint serves
+
+
+def test_a_resumed_run_keeps_its_form(network, foretold, tmp_path):
+    _, data = network
+    weights, reports = [], []
+    for seconds in (10.0, 100.0):  # the second machine is slower
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 6))
+        foretold(100.0, seconds)
+        reports.append(iobs.prune(model, data, 0.5, "best", within=20, checkpoint=tmp_path / "checkpoint"))
+        weights.append(model.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert reports[0].settings["recipe"] == reports[1].settings["recipe"]
+    assert [note for note in reports[0].notes if "Within" in note] == [
+        note for note in reports[1].notes if "Within" in note
+    ]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 6))
+    with pytest.raises(iobs.errors.CheckpointError, match="within a time"):
+        iobs.prune(model, data, 0.5, "best", checkpoint=tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "changes", "words"),
+    [("structured:30%", {}, "whole units"), (0.5, {"solver": "chita"}, "whole network")],
+)
+def test_runs_whose_time_is_not_foretold_are_refused(network, monkeypatch, pattern, changes, words):
+    model, data = network
+    monkeypatch.setattr(driver, "run", None)
+    with pytest.raises(iobs.errors.ProblemError, match=words):
+        iobs.prune(model, data, pattern, "one-shot", within=10, **changes)
+
+
+def test_the_command_line_and_its_dry_run_take_a_time(tmp_path, foretold):
+    foretold(100.0, 10.0)
+    few = ["--samples", "8", "--seq-len", "32", "--recipe", "best", "--within", "20s"]
+    run = CliRunner().invoke(app, ["prune", "--dry-run", "--json", *few])
+    assert run.exit_code == 0, run.stderr
+    assert json.loads(run.stdout)["form"].startswith("Within 20 s: ")
+    run = CliRunner().invoke(app, ["prune", "--dry-run", *few[:-1], "2s"])
+    assert run.exit_code == 2
+    assert "No form of this recipe ends within 2 s" in run.stderr
+    run = CliRunner().invoke(app, ["prune", "--dry-run", "--within", "soon"])
+    assert run.exit_code == 2
+    assert "30min" in run.stderr
+    run = CliRunner().invoke(app, ["prune", "-o", str(tmp_path / "out"), *few[:-3], "one-shot", *few[-2:]])
+    assert run.exit_code == 0, run.stderr
+    assert "within: 20s" in (tmp_path / "out" / "recipe.yaml").read_text()
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["settings"]["within"] == 20.0
