@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
-from iobs.pruning.runtime.memory import MemoryWatch, available, giving_memory_back
+from iobs.pruning.runtime.memory import available, giving_memory_back
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, require_all_accepted
 from iobs.pruning.store import Names
@@ -173,14 +173,12 @@ class StreamedStore(BlockwiseStore):
         """Do nothing: the source's files hold the dense weights."""
 
     @contextmanager
-    def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
-        """Open the output's files for a run, and measure memory continuously."""
+    def running(self, patterns: Mapping[Layer, Pattern]) -> Iterator[None]:
+        """Open the output's files for a run."""
         self._patterns, self._ready = dict(patterns), False
         if self._compares:
             self._dense = self.streamed.dense_copy()
-        with ExitStack() as stack:
-            self._writer = stack.enter_context(BlockWriter(self.streamed, self.folder, current().first))
-            stack.enter_context(memory.watching())
+        with BlockWriter(self.streamed, self.folder, current().first) as self._writer:
             yield
 
     def set_patterns(self, patterns: Mapping[Layer, Pattern]) -> None:

@@ -74,7 +74,7 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
     """
     started, census = time.perf_counter(), Census.of(workspace.store.model)
     # On any failure this restores the dense weights.
-    with workspace.store.running(workspace.request.patterns, workspace.memory):
+    with workspace.memory.watching(), workspace.store.running(workspace.request.patterns):
         dense, foretell = prepare(workspace, census), forecaster(workspace)
         plan, allocation = allocate(workspace)
         importance = workspace.importance  # of the dense model, so before the first projection

@@ -21,7 +21,6 @@ from iobs.pruning.network.modes import keeping_buffers, put, state, structure_ke
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
-from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.samples.batches import Batch, collect, require_all_accepted, require_known_tokens
 
 Names = str | Sequence[str] | None
@@ -154,12 +153,11 @@ class Store(Residency):
         self._original |= {name: value.detach().clone() for name, value in self.model.named_buffers()}
 
     @contextmanager
-    def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
+    def running(self, patterns: Mapping[Layer, Pattern]) -> Iterator[None]:
         """Context of a run: restores the original weights if the run fails or is interrupted.
 
         Args:
             patterns: of every layer, for subclasses.
-            memory: watch of the peak memory, for subclasses.
         """
         try:
             yield

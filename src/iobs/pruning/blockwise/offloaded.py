@@ -24,7 +24,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, require_module, unobserved
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import MemoryWatch, available
+from iobs.pruning.runtime.memory import available
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import scratch_folder
 from iobs.pruning.samples import batches as data_batches
@@ -194,7 +194,7 @@ class OffloadedStore(BlockwiseStore):
                 self._original[name] = value.clone()
 
     @contextmanager
-    def running(self, patterns: Mapping[Layer, Pattern], memory: MemoryWatch) -> Iterator[None]:
+    def running(self, patterns: Mapping[Layer, Pattern]) -> Iterator[None]:
         """Context of a run: gives main memory the new weights, or the original ones if the run fails."""
         try:
             if self._compares:

@@ -335,10 +335,12 @@ def _likelihood(model: nn.Module, batch: Batch, generator: torch.Generator, outp
 def _drawn(chances: Tensor, generator: torch.Generator) -> Tensor:
     """One class for each row of chances (rows, classes), (rows,) int64; any class where chances are not finite.
 
+    The chances are overwritten.
+
     Several times as fast as `torch.multinomial`, which draws a number for every class.
     """
-    sums = chances.cumsum(-1)
-    levels = torch.rand(len(sums), 1, generator=generator).to(sums) * sums[:, -1:]
+    sums = chances.cumsum_(-1)  # in place: the scores of a large vocabulary are most of the memory here
+    levels = torch.rand(len(sums), 1, generator=generator).to(sums.device) * sums[:, -1:]
     return torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=chances.shape[-1] - 1)
 
 
