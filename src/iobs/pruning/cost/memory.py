@@ -31,7 +31,7 @@ _COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
 _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
 _STORED_MASTER = 4  # of a fitted weight in a checkpoint
 _SCORES = 6  # tensors (tokens, vocabulary), in the model's dtype or float32, of a divergence and its gradient
-_FISHER_SCORES = 5  # scores of a piece of text: in float32, their logarithms, chances twice, and a gradient
+_FISHER_SCORES = 4  # scores of a piece of text: in float32, their logarithms, chances, and a gradient
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
