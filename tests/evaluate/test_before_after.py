@@ -75,10 +75,17 @@ def test_slow_models_continue_for_fewer_tokens(monkeypatch):
     monkeypatch.setattr(before_after, "time", SimpleNamespace(monotonic=lambda: now[0]))
     shown = BeforeAfter([{"input_ids": torch.arange(48).view(2, 24)}], SimpleNamespace(decode=in_numbers))
     shown.on_start(Slow(48, 48), [], 1)
-    assert calls == [24, 25, 26, 27, 28] * 2  # ten seconds for two texts
+    assert calls == [24, 25, 26, 27] + [24, 25, 26, 27, 28] * 2  # ten seconds for two texts, after four tokens of trial
     seconds[0] = 0.0
     shown.on_start(Slow(48, 48), [], 1)  # another run, of a fast model
     assert [len(one.split()) for one in shown._dense] == [40, 40]
+
+
+def test_continuations_with_a_cache_are_those_without(embedded, monkeypatch):
+    prompt = torch.randint(0, 500, (1, 24), generator=torch.Generator().manual_seed(0))
+    cached = before_after._most_likely(embedded.module, prompt, 20)
+    monkeypatch.setattr(before_after, "takes_cache", lambda model: False)
+    assert torch.equal(cached, before_after._most_likely(embedded.module, prompt, 20))
 
 
 def test_pictures_with_a_text_that_cannot_be_decoded_are_shown():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.callbacks import Callback
+from iobs.pruning.descent.sampled_text import continued, takes_cache
 from iobs.pruning.report import Report, Sample
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import REFUSALS, Batch
@@ -100,14 +101,12 @@ class BeforeAfter(Callback):
     def _continued(self, model: nn.Module, prompt: Tensor) -> Tensor:
         """The most likely next tokens after a prompt, (tokens,)."""
         tokens = prompt[None].to(next(model.parameters()).device)
-        while tokens.shape[1] < len(prompt) + (self._length or _MOST_TOKENS):
+        if not self._length:  # both models continue for the same number of tokens
             began = time.monotonic()
-            values = logits(model(input_ids=tokens))
-            tokens = torch.cat([tokens, values[:, -1].argmax(-1, keepdim=True)], 1)
-            if not self._length:  # both models continue for the same number of tokens
-                affordable = int(_SECONDS / _TEXTS / max(1e-6, time.monotonic() - began))
-                self._length = min(_MOST_TOKENS, max(_FEWEST_TOKENS, affordable))
-        return tokens[0, len(prompt) :]
+            _most_likely(model, tokens, _FEWEST_TOKENS)
+            affordable = int(_FEWEST_TOKENS * _SECONDS / _TEXTS / max(1e-6, time.monotonic() - began))
+            self._length = min(_MOST_TOKENS, max(_FEWEST_TOKENS, affordable))
+        return _most_likely(model, tokens, self._length)[0, len(prompt) :]
 
     def _decoded(self, tokens: Tensor) -> str:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
@@ -127,6 +126,18 @@ class BeforeAfter(Callback):
         if labels is None or labels.ndim != 1 or labels.is_floating_point():
             return as_png(self._images[number]), None
         return as_png(self._images[number]), self._name(int(labels[number]))
+
+
+def _most_likely(model: nn.Module, tokens: Tensor, count: int) -> Tensor:
+    """Tokens (1, positions), and the `count` most likely ones after them."""
+    length = tokens.shape[1] + count
+    cached = continued(model, tokens, length) if takes_cache(model) else None
+    if cached is not None:
+        return cached
+    while tokens.shape[1] < length:
+        best = logits(model(input_ids=tokens))[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, best], 1)
+    return tokens
 
 
 def as_png(image: Tensor) -> str:

@@ -140,13 +140,17 @@ def can_sample(model: nn.Module, part: Samples) -> bool:
     """
     if not part.batches or not all(isinstance(batch, Mapping) and set(batch) <= _READ for batch in part.batches):
         return False
-    read = inspect.signature(model.forward).parameters
-    if not {"past_key_values", "use_cache", "input_ids"} <= set(read) or not part.alike:
+    if not takes_cache(model) or not part.alike:
         return False
     masks = (attended(model, batch) for batch in part.batches)
     if batches.positions(part.batches[0]) < _PREFIX or not all(mask is None or bool(mask.all()) for mask in masks):
         return False
     return _predicts(model, part)  # False for an encoder, whose class can be a decoder too
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """True if a model takes token ids with a cache of keys and values."""
+    return {"past_key_values", "use_cache", "input_ids"} <= set(inspect.signature(model.forward).parameters)
 
 
 @torch.no_grad()
@@ -169,7 +173,7 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
         picked = part.pick(rows)
         assert isinstance(picked, Mapping)
         start = picked["input_ids"][:, : length // _PREFIX].to(next(model.parameters()).device)
-        drawn = _continued(model, start, length, generator)
+        drawn = continued(model, start, length, generator)
         if drawn is None:
             return None
         windows.append(drawn.cpu())
@@ -182,11 +186,21 @@ def _predicts(model: nn.Module, part: Samples) -> bool:
     window = batches.take(part.batches[0], torch.arange(1))
     assert isinstance(window, Mapping)
     start = window["input_ids"][:, :1].to(next(model.parameters()).device)
-    return _continued(model, start, 3, torch.Generator().manual_seed(0)) is not None
+    return continued(model, start, 3, torch.Generator().manual_seed(0)) is not None
 
 
-def _continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.Generator) -> Tensor | None:
-    """Token ids (windows, length): given first tokens (windows, prefix), and draws of the model after them."""
+def continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.Generator | None = None) -> Tensor | None:
+    """Token ids (windows, length): given first tokens (windows, prefix), and those of the model after them.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokens: the first tokens, int64.
+        length: of the result.
+        generator: of draws; None: the most likely tokens.
+
+    Returns:
+        None if the model predicts no next tokens, gives NaN, or keeps no keys and values.
+    """
     cache, new = None, tokens
     while tokens.shape[1] < length:
         output = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -198,6 +212,7 @@ def _continued(model: nn.Module, tokens: Tensor, length: int, generator: torch.G
         chances = scores[:, -1].float().softmax(-1).cpu()
         if not bool(chances.isfinite().all()):  # the sweep names the layer that causes it
             return None
-        new = torch.multinomial(chances, 1, generator=generator).to(tokens.device)
+        new = chances.argmax(-1, True) if generator is None else torch.multinomial(chances, 1, generator=generator)
+        new = new.to(tokens.device)
         tokens = torch.cat([tokens, new], 1)
     return tokens
