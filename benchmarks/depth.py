@@ -1,9 +1,10 @@
-"""Cost against depth: processor time of each recipe, pattern and store for models of 4, 8, 16 and 32 blocks.
+"""Cost against depth and samples: processor time of each recipe, pattern and store for models of 4 to 32 blocks.
 
     python benchmarks/depth.py [--blocks 4 8 16 32] [--draw]
 
 Llamas of random weights that differ in their number of blocks alone, the same text for each. A cost that is linear in
-depth has a ratio of at most 2 from one depth to the next. `--draw` writes docs/images/depth.png from the rows.
+depth has a ratio of at most 2 from one depth to the next. Then twice and four times the text for 8 blocks. `--draw`
+writes docs/images/depth.png from the rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from iobs.pruning.recipe import BlockFit
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "depth.png"
 DEPTHS = (4, 8, 16, 32)
+OF_SAMPLES = 8  # blocks of the models with more text
 WIDTH, VOCABULARY, WINDOWS, LENGTH = 128, 512, 24, 64
 # Few steps: what grows is their price, and `best` takes a number of them that does not depend on the depth.
 BEST = iobs.Recipe.preset("best").but(blocks=BlockFit(masks=2, steps=20, between=5, network_steps=20, lr=3e-4))
@@ -60,13 +62,13 @@ def model_of(blocks: int) -> torch.nn.Module:
     return LlamaForCausalLM(config).eval()
 
 
-def text() -> list[dict[str, torch.Tensor]]:
+def text(windows: int) -> list[dict[str, torch.Tensor]]:
     """Windows of random tokens, in batches of eight."""
-    tokens = torch.randint(VOCABULARY, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(VOCABULARY, (windows, LENGTH), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": part} for part in tokens.split(8)]
 
 
-def measure(case: str, blocks: int) -> Row:
+def measure(case: str, blocks: int, windows: int) -> Row:
     """Seconds of one run."""
     recipe, pattern, streamed = CASES[case]
     model = model_of(blocks)
@@ -75,50 +77,64 @@ def measure(case: str, blocks: int) -> Row:
             model.save_pretrained(f"{folder}/model")
             store = StreamedStore(StreamedModel.open(f"{folder}/model"), f"{folder}/out")
         wall, processor = time.perf_counter(), time.process_time()
-        iobs.prune(store if streamed else model, text(), pattern, recipe)
+        iobs.prune(store if streamed else model, text(windows), pattern, recipe)
         return {
             "case": case,
             "blocks": blocks,
+            "windows": windows,
             "wall_seconds": time.perf_counter() - wall,
             "processor_seconds": time.process_time() - processor,
         }
 
 
-def ratios(rows: list[Row]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Each case with its seconds by depth, and the ratio of each depth to the one before it."""
+def ratios(rows: list[Row], size: str) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Each case with its seconds by a size, "blocks" or "windows", and the ratio of each size to the one before it."""
     for case in CASES:
-        seconds = {row["blocks"]: row["processor_seconds"] for row in rows if row["case"] == case}
-        times = [seconds[depth] for depth in sorted(seconds)]
+        seconds = {row[size]: row["processor_seconds"] for row in rows if row["case"] == case}
+        times = [seconds[value] for value in sorted(seconds)]
         if times:
             yield case, times, [after / before for before, after in itertools.pairwise(times)]
 
 
 def tables(rows: list[Row]) -> str:
-    """The section of RESULTS.md: one table."""
-    depths = sorted({row["blocks"] for row in rows})
+    """The section of RESULTS.md: a table of depths, and one of samples."""
+    depths, samples = (
+        [row for row in rows if row["windows"] == WINDOWS],
+        [row for row in rows if row["blocks"] == OF_SAMPLES],
+    )
     lines = [
-        "# Cost against depth",
+        "# Cost against depth and samples",
         "",
-        f"Made by `python benchmarks/depth.py`. Llamas of random weights, width {WIDTH}, {WINDOWS} windows of {LENGTH} "
-        "tokens; processor seconds by number of blocks, and the largest ratio from one depth to twice as many blocks.",
+        f"Made by `python benchmarks/depth.py`. Llamas of random weights, width {WIDTH}, windows of {LENGTH} tokens; "
+        "processor seconds, and the largest ratio from one size to twice the size.",
         "",
-        f"| recipe and pattern | {' | '.join(map(str, depths))} | largest ratio |",
-        "|---|" + "---|" * (len(depths) + 1),
+        *_table(depths, "blocks", f"recipe and pattern, {WINDOWS} windows; blocks:"),
+        "",
+        *_table(samples, "windows", f"recipe and pattern, {OF_SAMPLES} blocks; windows:"),
     ]
-    for case, times, steps in ratios(rows):
-        cells = " | ".join(f"{seconds:.1f}" for seconds in times)
-        lines.append(f"| {case} | {cells} | {max(steps, default=1.0):.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def _table(rows: list[Row], size: str, title: str) -> Iterator[str]:
+    """The lines of a table of the cases that were measured at several sizes."""
+    sizes = sorted({row[size] for row in rows})
+    yield f"| {title} | {' | '.join(map(str, sizes))} | largest ratio |"
+    yield "|---|" + "---|" * (len(sizes) + 1)
+    for case, times, steps in ratios(rows, size):
+        if steps:
+            cells = [f"{seconds:.1f}" for seconds in times] + [""] * (len(sizes) - len(times))
+            yield f"| {case} | {' | '.join(cells)} | {max(steps):.2f} |"
 
 
 def draw(rows: list[Row]) -> Path:
     """The picture: seconds against blocks, both logarithmic, with a line of slope one."""
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if row["windows"] == WINDOWS]
     depths = sorted({row["blocks"] for row in rows})
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     panel = figure.subplots()
-    for case, times, _ in ratios(rows):
+    for case, times, _ in ratios(rows, "blocks"):
         panel.plot(depths[: len(times)], times, marker="o", markersize=4, label=case)
     least = min(row["processor_seconds"] for row in rows)
     panel.plot(depths, [0.7 * least * depth / depths[0] for depth in depths], "--", color="gray", label="linear")
@@ -141,12 +157,13 @@ def main() -> None:
     if options.draw:
         print(draw(read("depth")))
         return
-    rows = Rows("depth", ("case", "blocks"), again=options.again)
-    measure(options.cases[0], 2)  # compiles kernels
+    rows = Rows("depth", ("case", "blocks", "windows"), again=options.again)
+    measure(options.cases[0], 2, WINDOWS)  # compiles kernels
+    sizes = [(blocks, WINDOWS) for blocks in options.blocks] + [(OF_SAMPLES, 2 * WINDOWS), (OF_SAMPLES, 4 * WINDOWS)]
     for case in options.cases:
-        for blocks in options.blocks:
-            if not rows.has(case=case, blocks=blocks):
-                rows.put(measure(case, blocks) | stamp(0))
+        for blocks, windows in sizes:
+            if not rows.has(case=case, blocks=blocks, windows=windows):
+                rows.put(measure(case, blocks, windows) | stamp(0))
 
 
 if __name__ == "__main__":
