@@ -14,6 +14,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from rows import Row, Rows, read, stamp
 
 import iobs
 from iobs.core.patterns import Pattern
-from iobs.models.streamed import StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.pruning.recipe import BlockFit
 
@@ -72,10 +72,11 @@ def measure(case: str, blocks: int, windows: int) -> Row:
     """Seconds of one run."""
     recipe, pattern, streamed = CASES[case]
     model = model_of(blocks)
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
         if streamed:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
             model.save_pretrained(f"{folder}/model")
-            store = StreamedStore(StreamedModel.open(f"{folder}/model"), f"{folder}/out")
+            store = stack.enter_context(StreamedStore.open(f"{folder}/model", f"{folder}/out"))
         wall, processor = time.perf_counter(), time.process_time()
         iobs.prune(store if streamed else model, text(windows), pattern, recipe)
         return {
