@@ -166,7 +166,9 @@ def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> 
     return True
 
 
-def plan_of(store: Store, request: Request, batches: Sequence[Batch], within: float | None = None) -> Plan | None:
+def plan_of(
+    store: Store, request: Request, batches: Sequence[Batch], within: float | None = None, timed: bool = True
+) -> Plan | None:
     """The plan of a run whose blocks visit a device; None for other stores.
 
     Raises:
@@ -177,7 +179,8 @@ def plan_of(store: Store, request: Request, batches: Sequence[Batch], within: fl
 
     if not isinstance(store, OffloadedStore):
         return None
-    return store.foreseen(Selection(tuple(request.patterns), {}), batches, request.recipe, request.holdout, within)
+    selection = Selection(tuple(request.patterns), {})
+    return store.foreseen(selection, batches, request.recipe, request.holdout, within, timed)
 
 
 def show_plan(plan: Plan, show: Callable[[str], None]) -> None:

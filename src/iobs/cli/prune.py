@@ -390,12 +390,11 @@ def _run(
     from iobs.cli.running import prune_with_progress, score
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
-    from iobs.pruning.cost.within import as_seconds
 
     run_options = settings.options
     name, window, batches = batches_of_run(loaded, run_options)
-    within = None if run_options.within is None else as_seconds(run_options.within)
-    if request is not None and (plan := plan_of(store, request, batches, within)) is not None:
+    plan = None if request is None else plan_of(store, request, batches, timed=run_options.within is None)
+    if plan is not None:
         show_plan(plan, console.say)
     with store.runnable():
         dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")

@@ -12,6 +12,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from iobs.core.files import expanded
 from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
@@ -35,7 +36,7 @@ from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
 from iobs.pruning.report import JsonObject, Report
-from iobs.pruning.runtime.checkpoint import Checkpoint
+from iobs.pruning.runtime.checkpoint import RUN, Checkpoint
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, split
@@ -176,15 +177,19 @@ def _in_time(
         ProblemError: no form ends in time.
         CheckpointError: as `prune`.
     """
-    fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
-    opened = checkpoint_of(store, request, selection, fit, heldout, frozen)
 
     def choose() -> JsonObject:
         arguments = store, request.recipe, request.patterns, request.pattern, batches, request.holdout, request.seed
         number, note = Foresight.of(*arguments).within(request.recipe, seconds)
         return {"form": number, "note": note}
 
-    chosen = opened.remembered("form of the recipe", choose)
+    # A new checkpoint is made after the choice: where nothing ends in time, none is left behind.
+    place = request.checkpoint
+    resumed = place is not None and (expanded(place) / RUN).is_file()
+    choice = None if resumed else choose()
+    fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
+    opened = checkpoint_of(store, request, selection, fit, heldout, frozen)
+    chosen = opened.remembered("form of the recipe", lambda: choice or choose())
     form = next(islice(forms(request.recipe, request.pattern), chosen["form"], None))
     return opened, form.recipe, chosen["note"]
 

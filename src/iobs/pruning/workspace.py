@@ -86,7 +86,7 @@ class Request:
         pattern = plain(self.pattern, False, fingerprint)  # the text of a pattern would be rounded
         asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
         # A resumed run keeps its form of the recipe, whatever time is given then.
-        asked |= {} if self.within is None else {"within a time": True}
+        asked |= {} if self.within is None else {"time for the run": "limited"}
         return {**describe_part(self.recipe, fingerprint), **asked}
 
 

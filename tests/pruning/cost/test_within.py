@@ -40,9 +40,8 @@ def test_forms_of_a_recipe_leave_out_more_and_more():
         f"{share} % of the gradient steps".replace(" %", "%") for share in (70, 50, 35, 25, 18, 12, 8, 5)
     ]
     assert words[9] == "one projection, and short fits of blocks"
-    assert words[10] == "no gradient steps"
+    assert words[10] == "one projection, no gradient steps"
     assert [word.split(", ")[-1] for word in words[11:]] == [
-        "no search among divisions",
         "equal shares of all layers",
         "layers match their own outputs",
     ]
@@ -65,6 +64,24 @@ def test_steps_are_fewer_in_every_form():
         assert poorer.finetune.most_steps < richer.finetune.most_steps
         assert poorer.rounds.count == richer.rounds.count
     assert [recipe.blocks.sampled for recipe in found[:4]] == ["auto", "auto", "auto", 0]  # 10, 7, 5 and 3.5 epochs
+
+
+def test_no_form_searches_where_the_recipe_would_not():
+    found = [form.recipe for form in forms(iobs.Recipe.preset("best"), as_pattern(0.5))]
+    assert not any(recipe.division.generations for recipe in found[9:-2])
+    plain = iobs.Recipe.preset("best").but(blocks=None)  # fine-tuning, which does search
+    words = [form.words for form in forms(plain, as_pattern(0.5))]
+    assert words[10].endswith("no search among divisions")
+
+
+def test_the_whole_recipe_is_the_recipe():
+    recipe = iobs.Recipe.preset("best").but(blocks=iobs.pruning.recipe.BlockFit(epochs=3, sampled="auto"))
+    assert next(forms(recipe, as_pattern(0.5))).recipe == recipe
+    short = [form.recipe for form in forms(recipe, as_pattern(0.5)) if form.words.startswith("one projection, and")]
+    assert [one.blocks.epochs for one in short] == [1.0]
+    step = iobs.FineTune(lr=0.1, steps=6)  # a single step would take the gradient of all data
+    found = [form.recipe.finetune for form in forms(iobs.Recipe(finetune=step), as_pattern(0.5))]
+    assert [one.steps for one in found if one is not None] == [6, 5, 3, 3, 2, 2, 2, 2, 2]
 
 
 def test_the_richest_form_that_ends_in_time_is_taken():
@@ -152,7 +169,7 @@ def test_a_resumed_run_keeps_its_form(network, foretold, tmp_path):
     ]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 6))
-    with pytest.raises(iobs.errors.CheckpointError, match="within a time"):
+    with pytest.raises(iobs.errors.CheckpointError, match="time for the run"):
         iobs.prune(model, data, 0.5, "best", checkpoint=tmp_path / "checkpoint")
 
 

@@ -219,6 +219,7 @@ class OffloadedStore(BlockwiseStore):
         recipe: Recipe,
         holdout: float,
         within: float | None = None,
+        timed: bool = True,
     ) -> Plan:
         """Predict memory and time of a run; the model is traced for that.
 
@@ -227,7 +228,7 @@ class OffloadedStore(BlockwiseStore):
         """
         self.require_possible(recipe)
         with self.prepared(), evaluating(self.model):
-            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout, within=within)
+            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout, timed, within)
 
     def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """The sizes of the model and of the hidden states that `check` has found."""

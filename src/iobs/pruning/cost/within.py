@@ -20,6 +20,7 @@ from iobs.pruning.recipe.parts import MOST_EPOCHS
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of the gradient steps; fewer repay no trial of a rate
 _SHORT = 100  # steps of each window in short fits, as in the preset "fast"
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
+_LONGEST = 1e9  # seconds
 _NUMBER = r"\d+(?:\.\d+)?"
 _PIECE = rf"({_NUMBER})\s*(s|min|h)"
 
@@ -48,7 +49,7 @@ def as_seconds(within: object) -> float:
         seconds = float(within)
     elif isinstance(within, str) and re.fullmatch(rf"\s*(?:{_PIECE}\s*)+", within):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PIECE, within))
-    elif is_a(Real, within):
+    elif is_a(Real, within) and within < _LONGEST:  # type: ignore[operator]
         seconds = float(within)  # type: ignore[arg-type]
     if not 0 < seconds < math.inf:
         raise ProblemError(f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {within!r}.')
@@ -71,7 +72,7 @@ def require_forms(recipe: Recipe, pattern: Pattern) -> None:
 
 
 def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
-    """The forms of a recipe, each of which takes less time than the one before.
+    """The forms of a recipe, the richest first; nearly always each takes less time than the one before.
 
     The first one takes all gradient steps that the recipe allows, more than a CPU affords otherwise.
     """
@@ -81,16 +82,22 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
     steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
     many = recipe.blocks is not None or any(max(step.steps, step.most_steps or 0) > 1 for step in steps)
     for share in _SHARES if many else _SHARES[:1]:
-        yield Form(_with_steps(recipe, share), "" if share == 1 else f"{share:.0%} of the gradient steps")
+        yield Form(_with_steps(recipe, share), f"{share:.0%} of the gradient steps" if share < 1 else "")
     blocks = recipe.blocks
     if blocks is not None and (blocks.masks > 1 or blocks.network_steps):
-        short = replace(blocks, masks=1, network_steps=0, sampled=0, steps=min(blocks.steps, _SHORT), epochs=1.0)
-        recipe = recipe.but(blocks=short, finetune=None, rounds=Rounds())
+        epochs = 1.0 if blocks.epochs is None else min(1.0, float(blocks.epochs))
+        short = replace(blocks, masks=1, network_steps=0, sampled=0, steps=min(blocks.steps, _SHORT), epochs=epochs)
+        # Steps of the whole network take the place of a search; without them a search would take longer than they did.
+        division = recipe.division
+        searched = division.criterion == "auto" and division.generations > 0 and blocks.network_steps > 0
+        allocation = replace(division, generations=0) if searched else recipe.allocation
+        recipe = recipe.but(blocks=short, finetune=None, rounds=Rounds(), allocation=allocation)
         yield Form(recipe, "one projection, and short fits of blocks")
-    left_out = []
+    left_out: list[str] = []
     if recipe.blocks is not None or steps or recipe.rounds.count > 1:
-        recipe, left_out = recipe.but(blocks=None, finetune=None, rounds=Rounds()), ["no gradient steps"]
-        yield Form(recipe, *left_out)
+        recipe = recipe.but(blocks=None, finetune=None, rounds=Rounds())
+        left_out.append("one projection, no gradient steps")
+        yield Form(recipe, left_out[0])
     if recipe.division.generations and recipe.division.criterion in ("auto", "search"):
         recipe = recipe.but(allocation=replace(recipe.division, criterion="auto", generations=0))
         left_out.append("no search among divisions")
@@ -107,6 +114,8 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
 
 def _with_steps(recipe: Recipe, share: float) -> Recipe:
     """The recipe with a share of its gradient steps."""
+    if share == 1:
+        return recipe
     finetune, between = (
         None if step is None else _fewer(step, share) for step in (recipe.finetune, recipe.rounds.finetune)
     )
@@ -115,11 +124,11 @@ def _with_steps(recipe: Recipe, share: float) -> Recipe:
 
 
 def _fewer(step: FineTune, share: float) -> FineTune:
-    most = step.most_steps
+    most, least = step.most_steps, min(step.steps, 2)  # a single step may take the gradient of all data
     return replace(
         step,
-        steps=math.ceil(share * step.steps),
-        most_steps=None if most is None else math.ceil(share * most),
+        steps=max(least, math.ceil(share * step.steps)),
+        most_steps=None if most is None else max(least, math.ceil(share * most)),
     )
 
 
@@ -153,10 +162,14 @@ def fitting(recipe: Recipe, pattern: Pattern, seconds: float, foretold: Callable
     for number, form in enumerate(forms(recipe, pattern)):
         expected = foretold(form.recipe)
         if expected <= seconds:
-            words = f"{form.words or 'the whole recipe'}; about {in_words(expected)}"
-            return number, f"Within {in_words(seconds)}: {words}."
+            words = f"{form.words or 'the whole recipe'}; about {_shown(expected)}"
+            return number, f"Within {_shown(seconds)}: {words}."
         least = min(least, expected)
     raise ProblemError(
-        f"No form of this recipe ends within {in_words(seconds)}: the shortest takes about {in_words(least)}. Give "
+        f"No form of this recipe ends within {_shown(seconds)}: the shortest takes about {_shown(least)}. Give "
         "more time, fewer or shorter samples, or a faster solver such as sparsegpt."
     )
+
+
+def _shown(seconds: float) -> str:
+    return in_words(seconds) if seconds >= 1 else f"{seconds:.1f} s"
