@@ -18,11 +18,11 @@ from small_runs import problem, prune
 
 import iobs
 from iobs.errors import CheckpointError
+from iobs.pruning import workspace
 from iobs.pruning.runtime import checkpoint
 from iobs.pruning.runtime import ranks as distributed
 from iobs.pruning.runtime.checkpoint import DiskCheckpoint
 from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
-from iobs.pruning.workspace import Workspace
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_checkpoint_names_another_device(gpu, tmp_path):
 def test_checkpoint_names_another_number_of_ranks(tmp_path, monkeypatch):
     model, data = problem()
     prune(copy.deepcopy(model), data, checkpoint=tmp_path)
-    monkeypatch.setattr(Workspace, "ranks", distributed.Ranks(0, 2))
+    monkeypatch.setattr(workspace, "current", lambda: distributed.Ranks(0, 2))
     with pytest.raises(CheckpointError, match="ranks was 1 and is 2"):
         prune(model, data, checkpoint=tmp_path)
 
