@@ -231,7 +231,6 @@ def prune_low_memory(
     from iobs.models.streamed_store import StreamedStore
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
-    from iobs.pruning.cost.within import as_seconds
     from iobs.pruning.cost.work import warning_of_days
     from iobs.pruning.driver import requested
     from iobs.pruning.plan.bits import require_whole
@@ -257,8 +256,8 @@ def prune_low_memory(
     if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
-    within = None if options.within is None else as_seconds(options.within)
-    plan = store.plan(selection, batches, recipe, options.holdout, timed=within is None or dry_run, within=within)
+    timed, within = options.within is None or dry_run, options.seconds
+    plan = store.plan(selection, batches, recipe, options.holdout, timed, within)
     if (dry_run or output is None) and not current().first:
         return
     if dry_run or output is None:

@@ -307,7 +307,6 @@ def _prune_resident(
     from iobs.errors import DataError
     from iobs.models import check_output, output_directory, size_in_bytes
     from iobs.pruning.cost.foresight import foresee
-    from iobs.pruning.cost.within import as_seconds
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
@@ -331,7 +330,7 @@ def _prune_resident(
         batches: list[Batch] = []
         with suppress(*[] if run_options.data or not store.whole else [DataError]):  # the model has no data of its own
             batches = batches_of_run(loaded, run_options)[2]
-        within = None if run_options.within is None else as_seconds(run_options.within)
+        within = run_options.seconds
         plan, forecast, form = plan_of(store, request, batches, within), None, ""
         if store.whole and batches:
             forecast, form = foresee(

@@ -70,8 +70,12 @@ class RunOptions:
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise ProblemError(f"dtype must be a name such as float32, got {self.dtype!r}.")
         require_flag("low_memory", self.low_memory)
-        if self.within is not None:
-            as_seconds(self.within)
+        _ = self.seconds  # raises for a text that is no time
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that the run may take, or None."""
+        return None if self.within is None else as_seconds(self.within)
 
     @classmethod
     def of(cls, *sources: Mapping[str, Any], judged: bool = True) -> RunOptions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Unpack
@@ -23,7 +22,7 @@ from iobs.pruning.baselines.projection import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
-from iobs.pruning.cost.within import as_seconds, forms, require_forms
+from iobs.pruning.cost.within import as_seconds, form_of, require_forms
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
@@ -190,8 +189,7 @@ def _in_time(
     fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
     opened = checkpoint_of(store, request, selection, fit, heldout, frozen)
     chosen = opened.remembered("form of the recipe", lambda: choice or choose())
-    form = next(islice(forms(request.recipe, request.pattern), chosen["form"], None))
-    return opened, form.recipe, chosen["note"]
+    return opened, form_of(request.recipe, request.pattern, chosen["form"]), chosen["note"]
 
 
 def _before_observation(

@@ -24,7 +24,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
-from iobs.pruning.cost.within import forms
+from iobs.pruning.cost.within import form_of
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
@@ -281,7 +281,7 @@ class BlockwiseStore(Store, ABC):
             foresight = Foresight.of(self, recipe, patterns, pattern, batches, holdout, 0)
             if within is not None:
                 number, form = foresight.within(recipe, within)
-                recipe = [*forms(recipe, pattern)][number].recipe
+                recipe = form_of(recipe, pattern, number)
         recipe = with_affordable_epochs(recipe, selection.layers, batches, self.device)
         sizes = self._sizes(selection, batches, recipe)
         config = getattr(self.model, "config", None)

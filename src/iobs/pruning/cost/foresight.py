@@ -11,7 +11,7 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.inputs import with_affordable_epochs, with_affordable_steps
 from iobs.pruning.cost.prices import measure
-from iobs.pruning.cost.within import fitting, forms
+from iobs.pruning.cost.within import fitting, form_of
 from iobs.pruning.cost.work import Prices, Work, forecast
 from iobs.pruning.decisions.rounds import one_kind_of_steps
 from iobs.pruning.descent.sampled_text import copies_to_sample
@@ -153,4 +153,4 @@ def foresee(
         if within is None:
             return foresight.forecast(recipe), ""
         number, note = foresight.within(recipe, within)
-        return foresight.forecast([*forms(recipe, pattern)][number].recipe), note
+        return foresight.forecast(form_of(recipe, pattern, number)), note

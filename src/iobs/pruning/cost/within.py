@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -110,6 +111,11 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
         yield Form(recipe, ", ".join(left_out))
     if recipe.target != "layer":
         yield Form(recipe.but(target="layer"), ", ".join([*left_out, "layers match their own outputs"]))
+
+
+def form_of(recipe: Recipe, pattern: Pattern, number: int) -> Recipe:
+    """The recipe of the form with this number, from 0."""
+    return next(itertools.islice(forms(recipe, pattern), number, None)).recipe
 
 
 def _with_steps(recipe: Recipe, share: float) -> Recipe:
