@@ -309,6 +309,8 @@ def _require(model: nn.Module, precision: str, threads: int | None) -> torch.dev
         raise ProblemError(
             f"accelerate needs a torch module, got {type(model).__name__}; give the module of iobs.load."
         )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ProblemError("accelerate replaces Python modules, and torch.jit hides them; script the model afterwards.")
     if can_store(model):
         raise ProblemError("accelerate replaces layers inside a model; put a single one into nn.Sequential(layer).")
     if precision not in FORMATS_OF:

@@ -29,6 +29,7 @@ from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found
+from iobs.pruning.network.usable import require_usable
 from iobs.pruning.plan.bits import require_budget, require_whole
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.progress import ProgressBar
@@ -98,7 +99,8 @@ def prune(
         ProblemError: a setting is outside its range, a loss has no gradient, or no form of the recipe ends in time.
         CalibrationError: there is no data, or it does not fit the model.
         LayerSelectionError: a name pattern or a rule matches nothing.
-        ModelError: the model is no module, or cannot be copied.
+        ModelError: the model is no module that can be pruned (such as of torch.jit, in inference mode, on the meta
+            device), gives two outputs for one batch, or cannot be copied.
         PatternError: the pattern does not fit a layer, or the allocation does not fit the pattern.
         NonFiniteError: NaN or infinity in weights, inputs or gradients.
         NotPositiveDefiniteError: a layer's Hessian cannot be factorised.
@@ -111,6 +113,7 @@ def prune(
     seconds = None if within is None else as_seconds(within)
     store = model if isinstance(model, Store) else Store(model)
     parsed = as_pattern(pattern)
+    require_usable(store.model, in_memory=store.in_memory, removes_units=isinstance(parsed, Structured))
     listeners = [LoggingCallback(), *callbacks]
     if isinstance(parsed, Structured):
         units = as_structured_recipe(recipe).but(**changes)
@@ -131,7 +134,7 @@ def prune(
         layers = store.select(include, ignore, chosen.depthwise)
         return requested(chosen, parsed, layers, holdout, seed, checkpoint)
 
-    normed = normed_weights(store.model) if isinstance(store.model, nn.Module) else set[str]()
+    normed = normed_weights(store.model)
     with torch.inference_mode(False), store.prepared():
         # Selected before any data are read, so that wrong arguments are reported first.
         selected = _before_observation(store, select)
@@ -200,8 +203,7 @@ def _before_observation(
     Raises:
         PatternError, LayerSelectionError, ProblemError: as `prune`.
     """
-    if isinstance(store.model, nn.Module):
-        found_by_use(store.model, ())  # of an earlier run
+    found_by_use(store.model, ())  # of an earlier run
     try:
         return select()
     except LayerSelectionError:

@@ -13,7 +13,7 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import exact_chain
-from iobs.pruning.calibration.observe import multiplied_as_they_are, observe
+from iobs.pruning.calibration.observe import multiplied_as_they_are, observe, require_repeatable
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer
@@ -73,7 +73,7 @@ class Store(Residency):
 
     def prepared(self) -> AbstractContextManager[None]:
         """Context of all work with the model: weights that are computed from other parameters are parameters."""
-        return folded(self.model) if isinstance(self.model, nn.Module) else nullcontext()
+        return folded(self.model)
 
     def observe(self, batches: Sequence[Batch], seed: int) -> bool:
         """Find the layers that a forward pass shows but no class of a module; `select` then includes them.
@@ -108,9 +108,11 @@ class Store(Residency):
 
         Raises:
             CalibrationError: the model does not take a batch.
+            ModelError: it gives two outputs for one batch.
         """
         with keeping_buffers(self.model):
             require_all_accepted(self.model, batches)
+            require_repeatable(self.model, batches[0])
             return multiplied_as_they_are(self.model, selection, batches[0])
 
     def require_space(self, checkpoint: str | Path | None) -> None:

@@ -350,7 +350,7 @@ class Unregistered(nn.Module):
         (lambda: nn.Sequential(nn.LazyLinear(12), nn.ReLU(), nn.Linear(12, 3)), "'0.weight' has no shape yet"),
         (
             lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(8, 3)))),
-            "torch.jit hides the layers of 0: prune the Python modules",
+            "0 is a RecursiveScriptModule: torch.jit hides the layers inside. Prune the Python modules",
         ),
     ],
 )

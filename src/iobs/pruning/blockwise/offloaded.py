@@ -22,7 +22,8 @@ from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
 from iobs.pruning.cost.memory import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
-from iobs.pruning.network.selection import Selection, require_module, unobserved
+from iobs.pruning.network.selection import Selection, unobserved
+from iobs.pruning.network.usable import require_usable
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import available
 from iobs.pruning.runtime.ranks import current
@@ -52,7 +53,7 @@ class OffloadedStore(BlockwiseStore):
             files, which may be small or lie in main memory.
 
     Raises:
-        ModelError: the model is no module.
+        ModelError, LayerSelectionError: as in `require_usable`.
         ProblemError: the device cannot be used, or there is no such place.
     """
 
@@ -63,7 +64,7 @@ class OffloadedStore(BlockwiseStore):
         streams: Place = "auto",
         folder: str | Path | None = None,
     ) -> None:
-        require_module(model)
+        require_usable(model)
         self._memory = MemoryBlocks(model, _usable(device))
         super().__init__(self._memory, [], streams)
         self.folder = None if folder is None else expanded(folder)
@@ -73,14 +74,7 @@ class OffloadedStore(BlockwiseStore):
     # ---- before the run
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Context of all work with the model: what is outside its lists of blocks is on the device.
-
-        Raises:
-            ModelError: weights of the model are not in memory.
-        """
-        missing = [name for name, value in state(self.model) if value.is_meta]
-        if missing:
-            raise ModelError(f"{missing[0]} is not in memory; load the whole model into main memory first.")
+        """Context of all work with the model: what is outside its lists of blocks is on the device."""
         with super().prepared(), scratch_folder(self.folder) as folder, self._storing(folder):
             self._dense_done, self._pruned, self._changed = set(), set(), set()
             try:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iobs.errors import CalibrationError, LayerSelectionError, is_out_of_memory
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, is_out_of_memory
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.uses import LayersByUse
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.calls import Args, Function, Kwargs, before_calls, recorded_calls
 from iobs.pruning.network.layers import Layer, found_by_use, linear_maps
-from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
+from iobs.pruning.network.modes import evaluating, keeping_attributes, keeping_buffers, seeded
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
@@ -83,6 +83,43 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
     layers = finder.layers()
     found_by_use(model, layers)
     return bool(layers)
+
+
+@torch.no_grad()
+def require_repeatable(model: nn.Module, batch: Batch) -> None:
+    """Raise if a model gives two outputs for one sample, so that what the layers read depends on earlier calls.
+
+    Args:
+        model: in eval mode.
+        batch: a batch that the model accepts; its first sample is used.
+
+    Raises:
+        ModelError: the outputs differ by more than rounding, although torch's generators have one seed.
+    """
+    sample = batches.first_sample(batch)
+    results = []
+    with keeping_attributes(model):
+        for _ in range(2):
+            with seeded(model, 0):
+                # Copies: the model may give its own state out, and change it in the next call.
+                results.append([one.clone() for one in outputs.tensors_of(batches.forward(model, sample))])
+    if not all(map(_nearly_equal, *results)):
+        raise ModelError(
+            f"{type(model).__name__} gives two outputs for the same batch: it keeps state between calls, or draws "
+            "numbers that torch.manual_seed does not control. Let its forward begin with the same state in every call, "
+            "for example by a wrapper that resets it first."
+        )
+
+
+def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Check that two outputs are equal up to the order of sums, as on a GPU; NaN is equal to NaN."""
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    one, other = one.double().nan_to_num(), other.double().nan_to_num()
+    return bool((one - other).norm() <= tolerance * one.norm())
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from iobs.errors import CalibrationError, is_out_of_memory
 from iobs.pruning.network.calls import Args, Kwargs, before_calls, recorded_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers
+from iobs.pruning.network.usable import require_usable
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 
@@ -279,8 +280,10 @@ def fold(model: nn.Module, batch: Batch | None = None) -> list[str]:
         The paths of the modules that changed.
 
     Raises:
+        ModelError, LayerSelectionError: as in `require_usable`.
         CalibrationError: the model does not take the batch; it is unchanged.
     """
+    require_usable(model)
     if batch is not None:
         _call(model, batch)
     changed = []

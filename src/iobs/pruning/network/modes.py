@@ -213,12 +213,15 @@ def structure_kept_on_failure(model: nn.Module) -> Iterator[None]:
 
 
 def _holders(model: nn.Module) -> Iterator[object]:
-    """The modules of a model, their configurations, and the configurations inside these; each once."""
+    """The modules of a model, their configurations, and the configurations inside these; each once.
+
+    Modules of torch.jit are left out: their tables are views of a program, which nothing here changes.
+    """
     seen: set[int] = set()
     waiting: list[object] = [model]
     while waiting:
         holder = waiting.pop()
-        if id(holder) not in seen:
+        if id(holder) not in seen and not isinstance(holder, torch.jit.ScriptModule):
             seen.add(id(holder))
             yield holder
             if isinstance(holder, nn.Module):

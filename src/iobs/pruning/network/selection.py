@@ -19,11 +19,11 @@ from iobs.pruning.network.layers import (
     Layer,
     find_layers,
     holds_weights,
-    is_compressed,
     joined,
     library_class,
     linear_maps,
 )
+from iobs.pruning.network.usable import require_usable, without_shape
 
 _BY_USE = {"parameter", "convolution"}  # reasons of weights that a forward pass of the whole model may show
 _LISTED = 5  # weights and kinds of modules that an error names
@@ -85,15 +85,10 @@ def unobserved(skipped: dict[str, Reason]) -> dict[str, Reason]:
 
 def may_be_found(model: nn.Module) -> bool:
     """True if a parameter is left in which an observed forward pass may find a layer."""
-    if _without_shape(model):
+    if without_shape(model):
         return False
     kinds = {_reason_of(module, parameter).kind for _, module, parameter in other_parameters(model, find_layers(model))}
     return bool(kinds & _BY_USE)
-
-
-def _without_shape(model: nn.Module) -> list[str]:
-    """The names of parameters of lazy layers that were never called."""
-    return [name for name, value in model.named_parameters() if isinstance(value, nn.UninitializedParameter)]
 
 
 def select(
@@ -117,14 +112,11 @@ def select(
         check_finite: check every entry; False if the weights are not in memory.
 
     Raises:
-        ModelError: the model is not a module, has stored matrices of `iobs.accelerate`, or adapters that are not merged
-            while `include` is None.
+        ModelError: as in `require_usable`, or adapters are not merged while `include` is None.
         LayerSelectionError: a pattern matches no layer, no layer is left, or a lazy layer was never called.
         NonFiniteError: a weight holds NaN or infinity.
     """
-    require_module(model)
-    require_shapes(model)
-    require_unstored(model)
+    require_usable(model, in_memory=check_finite)
     if include is None:
         _require_merged(model)
     candidates = find_layers(model)
@@ -173,55 +165,6 @@ def _nothing_left(model: nn.Module, layers: list[Layer], skipped: dict[str, Reas
         "Replace them by supported layers, remove parametrisations and quantisation first, or give the module that "
         "holds such layers."
     )
-
-
-def require_module(model: object) -> None:
-    """Raise unless a model is a module.
-
-    Raises:
-        ModelError: it is not.
-    """
-    if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
-        raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
-
-
-def require_shapes(model: nn.Module) -> None:
-    """Raise if a parameter waits for the first call of a lazy layer.
-
-    Raises:
-        LayerSelectionError: one does.
-    """
-    if without := _without_shape(model):
-        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
-
-
-def require_unstored(
-    model: nn.Module, advice: str = "No solver changes them. Prune the dense model, and accelerate it last."
-) -> None:
-    """Raise if a layer is a stored matrix.
-
-    Args:
-        model: the network.
-        advice: what to do otherwise, in a sentence or two.
-
-    Raises:
-        ModelError: a layer is one.
-    """
-    stored = (
-        library_class("iobs.inference.modules", "StoredLayer"),
-        library_class("iobs.inference.offsets", "OffsetLinear"),
-    )
-    names = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, stored) or any(map(is_compressed, module.parameters(recurse=False)))
-    ]
-    if names:
-        raise ModelError(
-            f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "
-            f"packed file. {advice}"
-        )
 
 
 def _require_merged(model: nn.Module) -> None:

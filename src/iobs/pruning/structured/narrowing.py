@@ -151,13 +151,6 @@ class SiteRemoval:
                 f"nn.MultiheadAttention keeps its heads, since they share its embed_dim: {listed(fixed)}. Attention "
                 "made of Linear layers loses heads."
             )
-        every = [path for path, each in model.named_modules() if isinstance(each, torch.jit.ScriptModule)]
-        scripted = [path for path in every if path and path.rpartition(".")[0] not in every]
-        if isinstance(model, torch.jit.ScriptModule) or scripted:
-            shown = listed(scripted) or type(model).__name__
-            notes.append(
-                f"torch.jit hides the layers of {shown}: prune the Python modules, and script them afterwards."
-            )
         if not sites:
             nothing = "No channels, neurons or heads were found that can be removed from this model."
             if not notes:

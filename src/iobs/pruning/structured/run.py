@@ -14,9 +14,11 @@ from torch import nn
 
 from iobs.core.structured import Runtime
 from iobs.errors import ModelError, NonFiniteError, ProblemError, first_line
+from iobs.pruning.calibration.observe import require_repeatable
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
-from iobs.pruning.network.selection import adapters_of, require_module, require_shapes, require_unstored
+from iobs.pruning.network.selection import adapters_of
+from iobs.pruning.network.usable import require_usable
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.structured import require_structured
 from iobs.pruning.samples import batches
@@ -87,21 +89,18 @@ def require_possible(store: Store, request: StructuredRequest) -> None:
 
     Raises:
         ProblemError: the recipe, or the model's weights are not in memory.
-        ModelError: the model is no module, has no parameters, or has adapters or matrices of `iobs.accelerate`.
-        LayerSelectionError: a lazy layer was never called.
+        ModelError, LayerSelectionError: as in `require_usable`, or the model has no parameters, or adapters.
         NonFiniteError: a parameter holds NaN or infinity.
     """
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     model = store.model
-    require_module(model)
+    require_usable(model, removes_units=True)
     if next(model.parameters(), None) is None:
         raise ModelError(
             f"{type(model).__name__} has no parameters. Modules in a plain list or dict are not registered: use "
             "nn.ModuleList or nn.ModuleDict. Quantised modules of torch have none: prune before you quantise."
         )
-    require_shapes(model)
-    require_unstored(model)
     for path, _ in adapters_of(model):
         raise ModelError(
             f"{path!r} has an adapter, which would keep the old widths. Merge the adapters first "
@@ -120,6 +119,7 @@ def _find_removal(
     """The units that the run may remove, after a check that the model takes the data."""
     with keeping_buffers(store.model):
         batches.require_all_accepted(store.model, data)
+        require_repeatable(store.model, data[0])
     removal: SiteRemoval | PartRemoval
     if isinstance(store, StoreBesideDense):
         removal = PartRemoval(store, data, request, callbacks)
