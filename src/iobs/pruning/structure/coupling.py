@@ -64,6 +64,7 @@ class Dependencies:
         ]
         self.places = {name: place for place, name in enumerate(trace.sources)}
         self.random = torch.Generator().manual_seed(1)
+        self.known: dict[object, Columns] = {}  # by the tensors that layers read: queries, keys and values share theirs
 
     def touched(
         self, inputs: list[Tensor], weights: list[Tensor], region: Sequence[_Leaf] | None = None
@@ -121,20 +122,35 @@ class Dependencies:
         joined averages and maxima of channels. Rows that the first and the last unit share are in no unit, such as the
         only key and value head of multi-query attention.
         """
-        count = read.columns
-        ones = [torch.ones_like(value) for value in read.inputs]
-        region = [leaf for leaf, _ in self._gradients(read.inputs, ones, self.leaves)]
-        for units in _forms(count):
-            labels = self._labels(read, units, region)
-            if labels is not None:
-                return Columns(_index(units), labels)
-        everything = self.of_columns(read, torch.ones(count, dtype=torch.bool), region)
+        tensors = tuple(map(id, read.inputs)), tuple(read.channels)
+        if tensors not in self.known:
+            self.known[tensors] = self._units(read)
+        return self.known[tensors]
+
+    def _units(self, read: Read) -> Columns:
+        everything = self.of_columns(read, torch.ones(read.columns, dtype=torch.bool))
+        region = [leaf for leaf in self.leaves if leaf.name in everything]
+        # The first and the last unit of every form hold the first and the last column. If these two share all rows, as
+        # behind a norm over all channels, where the regions are largest, then no form has a unit with a row of its own.
+        shared = self._shared(read, torch.arange(read.columns), region)
+        if any(
+            self.trace.sources[name].axis is not None and (name not in shared or bool((mask & ~shared[name]).any()))
+            for name, mask in everything.items()
+        ):
+            for units in _forms(read.columns):
+                labels = self._labels(read, units, region)
+                if labels is not None:
+                    return Columns(_index(units), labels)
         return Columns((), {name: torch.where(mask, SHARED, UNTOUCHED) for name, mask in everything.items()})
+
+    def _shared(self, read: Read, units: Tensor, region: Sequence[_Leaf]) -> dict[str, Tensor]:
+        """Entries that both the first and the last unit depend on."""
+        first, last = (self.of_columns(read, units == unit, region) for unit in (0, int(units[-1])))
+        return {name: first[name] & last[name] for name in first.keys() & last.keys()}
 
     def _labels(self, read: Read, units: Tensor, region: Sequence[_Leaf]) -> dict[str, Tensor] | None:
         """The unit of every entry, or None if a row of a layer belongs to several units."""
-        first, last = (self.of_columns(read, units == unit, region) for unit in (0, int(units[-1])))
-        shared = {name: first[name] & last[name] for name in first.keys() & last.keys()}
+        shared = self._shared(read, units, region)
         labels: dict[str, Tensor] = {}
         for bit in range(max(1, int(units[-1]).bit_length())):
             lows, highs = (self.of_columns(read, (units >> bit) & 1 == value, region) for value in (0, 1))

@@ -100,7 +100,7 @@ class _Graph:
         joined_nodes: list[tuple[int, int]] = []
         start = 0
         for each in columns:
-            for name, labels in each.labels.items():
+            for name, labels in each.labels.items() if each.index else ():
                 flat, nodes = labels.flatten(), self.nodes[name]
                 for entry in (flat >= 0).nonzero().flatten().tolist():
                     node = start + int(flat[entry])
@@ -119,8 +119,12 @@ class _Graph:
 
     def block_shared(self) -> None:
         """Exclude units that own a row which another layer reads in a way that mixes channels."""
-        for each in self.columns:
-            self.block({name: labels == SHARED for name, labels in each.labels.items()})
+        shared: dict[str, Tensor] = {}
+        for each in {id(each): each for each in self.columns}.values():  # layers that read one tensor share theirs
+            for name, labels in each.labels.items():
+                mask = labels == SHARED
+                shared[name] = shared[name] | mask if name in shared else mask
+        self.block(shared)
 
     def block_tied(self, model: nn.Module) -> None:
         """Exclude units stored in a parameter that several modules hold, or that is read along both of its axes."""

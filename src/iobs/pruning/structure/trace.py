@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.errors import ModelError, first_line, is_out_of_memory
 from iobs.pruning.network.calls import Args, Argument, Function, Interceptor, Kwargs, before_calls, factors
@@ -190,6 +191,7 @@ class _Recorder:
         self.large: dict[object, Tensor] = {}  # noise of parameters that are no leaves, by shape, dtype and device
         self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
         self.outputs: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
+        self.copies = WeakTensorKeyDictionary()  # layers' inputs -> their versions and copies
         self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
         self.normed: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
         self.calls = 0  # of layers in this forward pass
@@ -327,10 +329,18 @@ class _Recorder:
         read = self.trace.reads.setdefault(key, Read(path, name, columns, width, self.calls))
         self.calls += 1
         if input.requires_grad:
-            read.inputs.append(input.clone())
+            read.inputs.append(self._kept(input))
             read.channels.append(channel)
         shape = compute(input.detach().to("meta"), weight.detach().to("meta", input.dtype)).shape
         return self._output(key, shape, input, Source(path, name, 1 - columns), channel)
+
+    def _kept(self, input: Tensor) -> Tensor:
+        """A copy of a layer's input, which the model may write into; layers that read the same values share it."""
+        version, copy = self.copies.get(input, (None, input))
+        if version != input._version:
+            copy = input.clone()
+            self.copies[input] = (input._version, copy)
+        return copy
 
     def _embedding(
         self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
