@@ -27,6 +27,7 @@ from iobs.pruning.recipe import BlockFit
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "depth.png"
 DEPTHS = (4, 8, 16, 32)
+RUNS = 2  # the faster one counts: other processes of the machine only make a run slower
 OF_SAMPLES = 8  # blocks of the models with more text
 WIDTH, VOCABULARY, WINDOWS, LENGTH = 128, 512, 24, 64
 # Few steps: what grows is their price, and `best` takes a number of them that does not depend on the depth.
@@ -107,7 +108,7 @@ def tables(rows: list[Row]) -> str:
         "# Cost against depth and samples",
         "",
         f"Made by `python benchmarks/depth.py`. Llamas of random weights, width {WIDTH}, windows of {LENGTH} tokens; "
-        "processor seconds, and the largest ratio from one size to twice the size.",
+        "processor seconds of the fastest run, and the largest ratio from one size to twice the size.",
         "",
         *_table(depths, "blocks", f"recipe and pattern, {WINDOWS} windows; blocks:"),
         "",
@@ -164,7 +165,8 @@ def main() -> None:
     for case in options.cases:
         for blocks, windows in sizes:
             if not rows.has(case=case, blocks=blocks, windows=windows):
-                rows.put(measure(case, blocks, windows) | stamp(0))
+                runs = [measure(case, blocks, windows) for _ in range(RUNS)]
+                rows.put(min(runs, key=lambda row: row["processor_seconds"]) | {"runs": RUNS} | stamp(0))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import iobs
 from iobs.errors import ModelError
 from iobs.pruning.structure import trace
+from iobs.pruning.structure.coupling import Dependencies
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import checked_sites, find_sites, traced_sites
 from iobs.pruning.structure.traced_batches import shortened
@@ -159,6 +160,35 @@ def test_units_of_grouped_query_attention_are_key_value_groups():
     assert rows == {"q_proj": (*range(8, 16),), "k_proj": (4, 5, 6, 7), "v_proj": (4, 5, 6, 7)}
     assert sites[0].columns[1] == (*range(8, 16),)
     assert not sites[0].can_bias
+
+
+def test_layers_behind_a_norm_share_three_backward_passes(monkeypatch):
+    traced, passes = trace.trace(llama(), [TEXT]), []
+    touched = Dependencies.touched
+    monkeypatch.setattr(Dependencies, "touched", lambda *args: passes.append(1) or touched(*args))
+    dependencies = Dependencies(traced)
+    readers = [traced.reads[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    units = [dependencies.units(reader) for reader in readers]
+    assert len(passes) == 3
+    assert units[0] is units[1] is units[2]
+    assert units[0].index == ()
+
+
+def test_layers_that_read_a_tensor_before_and_after_a_write_have_their_own_inputs():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            hidden = self.first(x)
+            before = self.second(hidden)
+            hidden += before
+            return self.last(self.third(hidden))
+
+    traced = trace.trace(Written(), [ROWS])
+    regions = [Dependencies(traced).units(traced.reads[f"{name}.weight"]).labels for name in ("second", "third")]
+    assert [len(region) for region in regions] == [1, 2]
 
 
 def test_units_of_multi_query_attention_are_query_heads():
