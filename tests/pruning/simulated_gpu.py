@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 # Functions that accept tensors of both devices: copies, and indexing by a CPU tensor.
 CROSSING = {"copy_", "to", "__getitem__", "__setitem__", "index_put_", "_has_compatible_shallow_copy_type"}
 KERNELS_CROSSING = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "set_"}
+SUMS = {"cumsum", "cumsum_"}  # of floating-point numbers: not deterministic on a GPU
 READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__index__"}
 
 
@@ -107,6 +108,13 @@ class Operations(TorchDispatchMode):
         places = {place for dimensions, place in found if dimensions}
         if {GPU, CPU} <= places and func.overloadpacket.__name__ not in KERNELS_CROSSING:
             raise RuntimeError(f"Expected all tensors to be on the same device in the kernel {func}")
+        if (
+            GPU in places
+            and func.overloadpacket.__name__ in SUMS
+            and given[0].is_floating_point()
+            and torch.are_deterministic_algorithms_enabled()
+        ):
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
         result = func(*args, **kwargs)
         if any(place == GPU for _, place in found):
             for tensor in _tensors(result):

@@ -227,12 +227,11 @@ class Workspace:
         return self.request.recipe
 
     def recipe_of_round(self, index: int) -> Recipe:
-        """The recipe of a round: later rounds project the current weights, which hold all gradient steps."""
+        """The recipe of a round, with the blocks as decided."""
         recipe = self.recipe
-        if index == 0:
-            return recipe if recipe.blocks is None else recipe.but(blocks=self.decided.blocks)
-        later = recipe.blocks is not None or recipe.target == "residual"
-        return recipe.but(blocks=None, target="model") if later else recipe
+        if index > 0:
+            return recipe.of_later_rounds
+        return recipe if recipe.blocks is None else recipe.but(blocks=self.decided.blocks)
 
     @property
     def ranks(self) -> Ranks:

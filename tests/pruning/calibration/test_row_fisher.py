@@ -52,6 +52,19 @@ def test_labels_are_drawn_from_the_chances_of_the_model():
     assert ((broken >= 0) & (broken < 3)).all()
 
 
+def test_labels_are_drawn_where_a_gpu_must_be_deterministic(gpu):
+    chances = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
+    expected = module._drawn(chances.clone(), torch.Generator().manual_seed(0))
+    there = chances.to("cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        drawn = module._drawn(there, torch.Generator().manual_seed(0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert drawn.device.type == "cuda"
+    assert drawn.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("convolution", [False, True])
 def test_prices_are_squared_gradients_at_outputs(convolution, frozen):

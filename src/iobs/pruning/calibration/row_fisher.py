@@ -337,11 +337,15 @@ def _drawn(chances: Tensor, generator: torch.Generator) -> Tensor:
 
     The chances are overwritten.
 
-    Several times as fast as `torch.multinomial`, which draws a number for every class.
+    Several times as fast as `torch.multinomial`, which draws a number for every class. Sums on a GPU are not
+    deterministic, and torch refuses them to a user who asks for deterministic algorithms: then they are made on the CPU.
     """
+    device = chances.device
+    if torch.are_deterministic_algorithms_enabled():
+        chances = chances.cpu()
     sums = chances.cumsum_(-1)  # in place: the scores of a large vocabulary are most of the memory here
     levels = torch.rand(len(sums), 1, generator=generator).to(sums.device) * sums[:, -1:]
-    return torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=chances.shape[-1] - 1)
+    return torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=chances.shape[-1] - 1).to(device)
 
 
 @contextmanager

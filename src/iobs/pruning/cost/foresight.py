@@ -14,7 +14,7 @@ from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.within import fitting, form_of
 from iobs.pruning.cost.work import Prices, Work, forecast
 from iobs.pruning.decisions.rounds import one_kind_of_steps
-from iobs.pruning.descent.sampled_text import copies_to_sample
+from iobs.pruning.descent.sampled_text import copies_to_sample, windows_of_steps
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, seeded
@@ -30,7 +30,7 @@ from iobs.pruning.workspace import Decisions
 class Foresight:
     """Foretells runs of recipes with one solver, on this machine.
 
-    Decisions of a run that rest on its results, such as further rounds, are as `iobs.prune` expects them.
+    Decisions of a run that rest on its results are as `iobs.prune` expects them: no rounds are added.
 
     Attributes:
         store: of the dense model, prepared and in eval mode.
@@ -41,6 +41,7 @@ class Foresight:
         chain: blocks along which the model can be run, possibly none.
         work: sizes of the run with the given samples.
         prices: of this machine.
+        seed: of the run.
     """
 
     store: Store
@@ -51,6 +52,7 @@ class Foresight:
     chain: list[Block]
     work: Work
     prices: Prices
+    seed: int
 
     @classmethod
     def of(
@@ -75,16 +77,21 @@ class Foresight:
             seed: of the run.
         """
         layers = tuple(patterns)
-        with torch.no_grad():
+        with torch.no_grad(), seeded(store.model, seed):
             chain = store.chain(data, layers)
             fit, heldout = split(Samples.of([*data]), holdout, seed)
             every = Samples.of(fit.batches + heldout.batches)
             work, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
-        return cls(store, layers, pattern, data, fit, chain, work, prices)
+        return cls(store, layers, pattern, data, fit, chain, work, prices, seed)
 
-    def forecast(self, recipe: Recipe) -> Forecast:
-        """The work of a run and its time."""
-        with torch.no_grad():
+    def forecast(self, recipe: Recipe, grown: bool = False) -> Forecast:
+        """The work of a run and its time.
+
+        Args:
+            recipe: how to prune.
+            grown: the run adds all rounds that the recipe leaves to it.
+        """
+        with torch.no_grad(), seeded(self.store.model, self.seed):
             recipe = with_affordable_epochs(recipe, self.layers, self.data, self.store.device)
             tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
             text = positions(self.data[0]) > 1
@@ -93,11 +100,16 @@ class Foresight:
                 bool(self.chain),
                 text or not self.store.whole,
             )
-            copies = 0
+            if grown and decided.rounds.schedule == "auto":
+                decided = replace(decided, rounds=replace(decided.rounds, schedule="cubic"))
+            copies = windows = 0
             if self.store.whole:
-                decided = with_affordable_steps(decided, self.store.model, self.layers, self.fit)
+                model, steps = self.store.model, (recipe.rounds.finetune, recipe.finetune)
+                if decided.finetune is not None or decided.rounds.finetune is not None:
+                    windows = windows_of_steps(model, self.fit, steps) if recipe.needs_dense_model else 0
+                    decided = with_affordable_steps(decided, model, self.layers, self.fit, windows > 0)
                 sampled = decided.blocks.sampled if decided.blocks is not None else 0
-                copies = copies_to_sample(self.store.model, self.fit) if sampled == "auto" else sampled
+                copies = copies_to_sample(model, self.fit) if sampled == "auto" else sampled
         more = copies * self.fit.samples
         share = 1 + more / self.work.samples
         work = replace(
@@ -106,7 +118,7 @@ class Foresight:
             positions=round(self.work.positions * share),
             held_out=self.work.held_out / share,
         )
-        return forecast(work, self.prices, recipe, decided, self.pattern, more)
+        return forecast(work, self.prices, recipe, decided, self.pattern, more + windows)
 
     def within(self, recipe: Recipe, seconds: float) -> tuple[int, str]:
         """The number of the first of a recipe's `forms` that ends in time, and a note on it; the same on all ranks.
@@ -117,7 +129,7 @@ class Foresight:
         ranks = current()
 
         def foretold(form: Recipe) -> float:
-            return ranks.total(self.forecast(form).seconds) / ranks.size
+            return ranks.total(self.forecast(form, grown=True).seconds) / ranks.size
 
         return fitting(recipe, self.pattern, seconds, foretold)
 
@@ -148,9 +160,9 @@ def foresee(
     Returns:
         The forecast, and a note on the form of the recipe that ends in time.
     """
-    with store.prepared(), evaluating(store.model), seeded(store.model, seed):
+    with store.prepared(), evaluating(store.model):
         foresight = Foresight.of(store, recipe, patterns, pattern, data, holdout, seed)
         if within is None:
             return foresight.forecast(recipe), ""
         number, note = foresight.within(recipe, within)
-        return foresight.forecast(form_of(recipe, pattern, number)), note
+        return foresight.forecast(form_of(recipe, pattern, number), grown=True), note

@@ -80,7 +80,7 @@ def observing_inputs(
 
 @torch.no_grad()
 def with_affordable_steps(
-    decided: Decisions, model: nn.Module, layers: Sequence[Layer], fit: Samples, sampled: bool = False
+    decided: Decisions, model: nn.Module, layers: Sequence[Layer], fit: Samples, sampled: bool
 ) -> Decisions:
     """The decisions with the numbers of gradient steps that a run can afford, see `affordable`."""
     between, after = (

@@ -27,7 +27,7 @@ _PIECE = rf"({_NUMBER})\s*(s|min|h)"
 
 
 @dataclass(frozen=True)
-class Form:
+class ShorterRecipe:
     """A recipe, or a form of it that takes less time.
 
     Attributes:
@@ -72,7 +72,7 @@ def require_forms(recipe: Recipe, pattern: Pattern) -> None:
         raise ProblemError(f"A time for the run (within) is not possible yet with {reason}.")
 
 
-def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
+def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
     """The forms of a recipe, the richest first; nearly always each takes less time than the one before.
 
     The first one takes all gradient steps that the recipe allows, more than a CPU affords otherwise.
@@ -83,7 +83,7 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
     steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
     many = recipe.blocks is not None or any(max(step.steps, step.most_steps or 0) > 1 for step in steps)
     for share in _SHARES if many else _SHARES[:1]:
-        yield Form(_with_steps(recipe, share), f"{share:.0%} of the gradient steps" if share < 1 else "")
+        yield ShorterRecipe(_with_steps(recipe, share), f"{share:.0%} of the gradient steps" if share < 1 else "")
     blocks = recipe.blocks
     if blocks is not None and (blocks.masks > 1 or blocks.network_steps):
         epochs = 1.0 if blocks.epochs is None else min(1.0, float(blocks.epochs))
@@ -93,24 +93,24 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[Form]:
         searched = division.criterion == "auto" and division.generations > 0 and blocks.network_steps > 0
         allocation = replace(division, generations=0) if searched else recipe.allocation
         recipe = recipe.but(blocks=short, finetune=None, rounds=Rounds(), allocation=allocation)
-        yield Form(recipe, "one projection, and short fits of blocks")
+        yield ShorterRecipe(recipe, "one projection, and short fits of blocks")
     left_out: list[str] = []
     if recipe.blocks is not None or steps or recipe.rounds.count > 1:
         recipe = recipe.but(blocks=None, finetune=None, rounds=Rounds())
         left_out.append("one projection, no gradient steps")
-        yield Form(recipe, left_out[0])
+        yield ShorterRecipe(recipe, left_out[0])
     if recipe.division.generations and recipe.division.criterion in ("auto", "search"):
         recipe = recipe.but(allocation=replace(recipe.division, criterion="auto", generations=0))
         left_out.append("no search among divisions")
-        yield Form(recipe, ", ".join(left_out))
+        yield ShorterRecipe(recipe, ", ".join(left_out))
     bounded = recipe.division.bounds or recipe.division.least or recipe.division.most is not None
     divided = recipe.division.criterion != "uniform" or recipe.may_weigh_rows
     if divided and not bounded and not isinstance(pattern, Budget):
         recipe = recipe.but(allocation="uniform", curvature="layer")
         left_out.append("equal shares of all layers")
-        yield Form(recipe, ", ".join(left_out))
+        yield ShorterRecipe(recipe, ", ".join(left_out))
     if recipe.target != "layer":
-        yield Form(recipe.but(target="layer"), ", ".join([*left_out, "layers match their own outputs"]))
+        yield ShorterRecipe(recipe.but(target="layer"), ", ".join([*left_out, "layers match their own outputs"]))
 
 
 def form_of(recipe: Recipe, pattern: Pattern, number: int) -> Recipe:

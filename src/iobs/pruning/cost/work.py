@@ -257,13 +257,14 @@ def forecast(
     workload = workload.swept(recipe)
     fit = decided.blocks.within(workload.steps) if decided.blocks is not None and workload.blocks else None
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
-    shared, by_layer = _layers(workload, prices, recipe, fit)
     count = len(workload.layers)
-    phases = {name: seconds / count for name, seconds in shared.items() if seconds}
-    for name in ("Grams", "solves"):
-        phases[name] = sum(entry[name] for entry in by_layer.values()) / count
-    mean, rest = sum(phases.values()), sum(shared.values()) / count
-    weights = {name: (rest + sum(entry.values())) / mean for name, entry in by_layer.items()}
+    phases, weights = _round(workload, prices, recipe, fit)
+    if rounds > 1:
+        later, _ = _round(workload, prices, recipe.of_later_rounds, None)
+        phases = {
+            name: (phases.get(name, 0.0) + (rounds - 1) * later.get(name, 0.0)) / rounds for name in {**phases, **later}
+        }
+    mean = sum(phases.values())
     parts = (
         *_allocation(workload, prices, recipe, pattern or Unstructured(0.5), fit),
         *_block_rates(workload, prices, fit),
@@ -275,6 +276,19 @@ def forecast(
         seconds = _SAMPLED * prices.forward * workload.length
         parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
     return Forecast(parts, weights)
+
+
+def _round(
+    workload: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean seconds of a layer in one round by phase, and the relative time of each layer."""
+    shared, by_layer = _layers(workload, prices, recipe, fit)
+    count = len(workload.layers)
+    phases = {name: seconds / count for name, seconds in shared.items() if seconds}
+    for name in ("Grams", "solves"):
+        phases[name] = sum(entry[name] for entry in by_layer.values()) / count
+    mean, rest = sum(phases.values()), sum(shared.values()) / count
+    return phases, {name: (rest + sum(entry.values())) / mean for name, entry in by_layer.items()}
 
 
 def _one_pass(workload: Work, prices: Prices) -> float:
@@ -420,8 +434,9 @@ def _fine_tuning(workload: Work, prices: Prices, decided: Decisions, rounds: int
     if tuned:
         longest = max(tuned, key=most_trial_steps)
         parts.append(Part("trial", most_trial_steps(longest), sample * samples_of_step(longest, fit), once=True))
-    if between is not None:
-        parts.append(Part("steps", (rounds - 1) * between.steps, sample * samples_of_step(between, fit)))
+    if between is not None:  # growing sparsity takes no steps after the first projection, which it undoes
+        runs = rounds - (2 if decided.rounds.schedule == "cubic" else 1)
+        parts.append(Part("steps", runs * between.steps, sample * samples_of_step(between, fit)))
     if after is not None:
         steps = sum(step.steps for step in candidates(decided))
         parts.append(Part("fine-tuning", steps, sample * samples_of_step(after, fit)))

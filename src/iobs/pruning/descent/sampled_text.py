@@ -6,13 +6,15 @@ The dense model gives the targets of any text, also of its own (data-free distil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from iobs.errors import ProblemError
+from iobs.pruning.descent.batches import samples_of_step
+from iobs.pruning.recipe import FineTune
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended
@@ -130,6 +132,14 @@ def windows_to_sample(model: nn.Module, part: Samples, used: int) -> int:
         used: number of samples that all steps read.
     """
     return min(_MOST_COPIES * part.samples, -(-used // _SHARE)) if used and can_sample(model, part) else 0
+
+
+def windows_of_steps(model: nn.Module, part: Samples, steps: Iterable[FineTune | None]) -> int:
+    """Number of windows to sample for steps between and after rounds, of those that leave their augmentation open."""
+    augmented = [step for step in steps if step is not None and step.augment == "auto"]
+    return windows_to_sample(
+        model, part, sum((step.most_steps or step.steps) * samples_of_step(step, part) for step in augmented)
+    )
 
 
 def can_sample(model: nn.Module, part: Samples) -> bool:

@@ -13,8 +13,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
 from iobs.pruning.descent.augment import copies, suited
-from iobs.pruning.descent.batches import samples_of_step
-from iobs.pruning.descent.sampled_text import sampled_text, windows_to_sample
+from iobs.pruning.descent.sampled_text import sampled_text, windows_of_steps
 from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
@@ -177,11 +176,7 @@ class Scoring:
 
     def windows_to_sample(self) -> int:
         """Number of windows of text that are sampled from the dense model for gradient steps."""
-        if self.reference is None:
-            return 0
-        steps = [step for step in self.steps if step is not None and step.augment == "auto"]
-        used = sum((step.most_steps or step.steps) * samples_of_step(step, self.fit) for step in steps)
-        return windows_to_sample(self.reference, self.fit, used)
+        return 0 if self.reference is None else windows_of_steps(self.reference, self.fit, self.steps)
 
     # ---- models
     def current_copy(self) -> nn.Module:

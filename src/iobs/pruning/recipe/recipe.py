@@ -184,6 +184,12 @@ class Recipe:
         return self.bias == "refit" or (self.bias == "auto" and self.target == "residual")
 
     @property
+    def of_later_rounds(self) -> Recipe:
+        """The recipe of all rounds but the first: they project the current weights, which hold all gradient steps."""
+        later = self.blocks is not None or self.target == "residual"
+        return self.but(blocks=None, target="model") if later else self
+
+    @property
     def reads_weights_only(self) -> bool:
         """True if masks and weights depend on no data: magnitude in every layer, and nothing is refitted."""
         solvers = [self.solver, *(rule.solver for rule in self.rules if rule.solver is not None)]
