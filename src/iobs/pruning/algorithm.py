@@ -295,7 +295,14 @@ def forecaster(workspace: Workspace) -> Callable[[], object]:
         Samples.of(workspace.fit.batches + workspace.heldout.batches),
     )
     sizes, prices = measure(
-        workspace.store, recipe, request.patterns, workspace.chain, samples, request.holdout, workspace.fit
+        workspace.store,
+        recipe,
+        request.patterns,
+        request.pattern,
+        workspace.chain,
+        samples,
+        request.holdout,
+        workspace.fit,
     )
     sampled = 0 if workspace.scoring is None else workspace.scoring.windows_to_sample()
 

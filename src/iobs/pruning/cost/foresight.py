@@ -81,7 +81,8 @@ class Foresight:
             chain = store.chain(data, layers)
             fit, heldout = split(Samples.of([*data]), holdout, seed)
             every = Samples.of(fit.batches + heldout.batches)
-            work, prices = measure(store, recipe, patterns, chain, every, heldout.samples / every.samples, fit)
+            share = heldout.samples / every.samples
+            work, prices = measure(store, recipe, patterns, pattern, chain, every, share, fit)
         return cls(store, layers, pattern, data, fit, chain, work, prices, seed)
 
     def forecast(self, recipe: Recipe, grown: bool = False) -> Forecast:

@@ -28,6 +28,8 @@ from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.counts import under_pattern
+from iobs.pruning.plan.curves import recipe_of_curves
 from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
@@ -39,6 +41,7 @@ from iobs.pruning.structure.units_of_layers import ChosenGroups
 UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
 _SHARE = 0.02  # of the operations of all solves that the trial of one may take
 _SIDE, _SIDE_ON_GPU = 1024, 4096  # most rows and columns of a trial; a GPU mostly waits during smaller ones
+_FEW = 1e9  # operations that any trial may take: less than a second
 _SMALL = 8, 128  # most rows and columns of a layer whose solve takes hardly any operations
 _STRONG = 64  # directions of the made-up inputs that are stronger than the others
 _TOKENS = 1024  # most inputs of a Gram that is timed
@@ -51,6 +54,7 @@ def measure(
     store: Store,
     recipe: Recipe,
     patterns: Mapping[Layer, Pattern],
+    pattern: Pattern,
     chain: list[Block],
     data: Samples,
     held_out: float,
@@ -62,6 +66,7 @@ def measure(
         store: of the dense model, in eval mode.
         recipe: how to prune.
         patterns: of the layers to prune.
+        pattern: of the run.
         chain: blocks along which the model can be run, possibly none.
         data: all samples.
         held_out: share of the samples that is held out.
@@ -89,7 +94,7 @@ def measure(
             fit=fit,
             ranks=current().size,
         )
-        prices = _prices_of_solves(workload, recipe, patterns, store.device)
+        prices = _prices_of_solves(workload, recipe, patterns, pattern, store.device)
     byte = passes.bringing / workload.model_bytes
     return workload, replace(prices, forward=passes.seconds / count, byte=byte)
 
@@ -185,49 +190,79 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
 
 # ---- solves
 def _prices_of_solves(
-    workload: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], device: torch.device
+    workload: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], pattern: Pattern, device: torch.device
 ) -> Prices:
-    """Prices of Grams, solves and updates, from one solve on made-up inputs."""
+    """Prices of Grams, solves and updates, from solves on made-up inputs."""
     pairs, held_out = recipe.target != "layer", workload.held_out > 0
+    side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU
+    gram = _price_of_grams(workload, side, pairs, device)
+    entries, part = (torch.zeros(_ENTRIES, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32))
+    byte = timed(lambda: entries.add_(part), device) / (20 * _ENTRIES)  # float32 read, float64 read and written
+    rest = Prices(0.0, gram, gram, 2 * gram, loop=gram, update=UPDATE_BYTES * byte)
+
+    def priced(recipe: Recipe, patterns: Mapping[Layer, Pattern], pairs: bool, held_out: bool) -> Prices:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                layer, solve = _price_of_solves(recipe, patterns, side, pairs, held_out, device)
+        except (IOBSError, RuntimeError):  # made-up layers do not suit the solver; if its own do not, the run says why
+            return rest
+        return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve)
+
+    prices = priced(recipe, patterns, pairs, held_out)
+    if under_pattern(recipe.division, pattern).criterion == "uniform":
+        return prices
+    measured = dict.fromkeys(patterns, pattern if isinstance(pattern, Budget) else Unstructured(0.5))
+    return replace(prices, of_curves=priced(recipe_of_curves(recipe, pattern), measured, False, False))
+
+
+def _price_of_solves(
+    recipe: Recipe,
+    patterns: Mapping[Layer, Pattern],
+    side: int,
+    pairs: bool,
+    held_out: bool,
+    device: torch.device,
+) -> tuple[float, float]:
+    """Seconds of a solve besides its operations, and of an operation in float32.
+
+    Args:
+        recipe: its solver is timed.
+        patterns: of the layers.
+        side: most rows and columns of a made-up layer.
+        pairs: a dense model runs beside the pruned one.
+        held_out: held-out samples have Grams of their own.
+        device: of the computations.
+
+    Raises:
+        IOBSError, RuntimeError: made-up layers do not suit the solver.
+    """
     unit = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
 
-    def operations(shape: tuple[int, int], name: str, readers: float = 1.0) -> float:
-        return Solves(recipe.for_layer(name), unit, pairs, held_out).seconds(Layer(name, shape), readers)
+    def operations(shape: tuple[int, int], name: str) -> float:
+        return Solves(recipe.for_layer(name), unit, pairs, held_out).seconds(Layer(name, shape))
 
-    total = sum(operations(layer.shape, layer.name) for layer in workload.layers)
-    side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU
+    total = sum(operations(layer.shape, layer.name) for layer in patterns)
     shapes = {}
-    for layer in workload.layers:
-        if isinstance(patterns[layer], Groups):
+    for layer, pattern in patterns.items():
+        if isinstance(pattern, Groups):
             shapes[layer] = layer.shape
         else:
             shapes[layer] = min(side, layer.shape[0] // layer.groups), min(side, layer.shape[1])
     takes = {layer: operations(shape, layer.name) for layer, shape in shapes.items()}
-    few = [layer for layer in workload.layers if takes[layer] <= _SHARE * total]
-    layer = max(few, key=takes.__getitem__) if few else min(workload.layers, key=takes.__getitem__)
-    small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in workload.layers))
-    trials = [
-        Trial(
-            shape,
-            _pattern_of_trial(patterns[layer], shape),
-            _settings_of_trial(recipe.for_layer(layer.name)),
-            pairs=pairs,
-            held_out=held_out,
-            device=device,
-        )
-        for shape in (small_shape, shapes[layer])
-    ]
-    gram = _price_of_grams(workload, side, pairs, device)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            small = timed(trials[0].solve, device)  # the first call may compile kernels
-            large = timed(trials[1].solve, device, 1)
-        solve = max(large - small, 0.1 * large) / takes[layer]
-    except (IOBSError, RuntimeError):  # made-up layers do not suit the solver; if its own do not, the run says why
-        small, solve = 0.0, gram
-    entries, part = (torch.zeros(_ENTRIES, dtype=dtype, device=device) for dtype in (torch.float64, torch.float32))
-    byte = timed(lambda: entries.add_(part), device) / (20 * _ENTRIES)  # float32 read, float64 read and written
-    return Prices(0.0, gram, solve, 2 * solve, small, solve, update=UPDATE_BYTES * byte)
+    few = [layer for layer in patterns if takes[layer] <= max(_SHARE * total, _FEW)]
+    layer = max(few, key=takes.__getitem__) if few else min(patterns, key=takes.__getitem__)
+    settings = _settings_of_trial(recipe.for_layer(layer.name))
+
+    def trial(shape: tuple[int, int]) -> Trial:
+        fitting = _pattern_of_trial(patterns[layer], shape)
+        return Trial(shape, fitting, settings, pairs=pairs, held_out=held_out, device=device)
+
+    small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in patterns))
+    small, large = trial(small_shape), trial(shapes[layer])
+    small.solve()  # may compile kernels, which takes up to half a minute
+    seconds = timed(small.solve, device)
+    whole = timed(large.solve, device, 1)
+    return seconds, max(whole - seconds, 0.1 * whole) / takes[layer]
 
 
 def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device) -> float:

@@ -13,7 +13,6 @@ from iobs.core.grids import BITS, Budget, on_grid_of
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
-from iobs.pruning.layerwise.grids import solver_without_grid
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.bits import divide_bits
 from iobs.pruning.plan.counts import (
@@ -25,14 +24,13 @@ from iobs.pruning.plan.counts import (
     under_pattern,
     within_support,
 )
-from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of
+from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of, recipe_of_curves
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, output_count, search
 from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
-from iobs.solvers.admm import ADMM
 
 
 def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
@@ -65,9 +63,7 @@ def _zeros(
     workspace: Workspace, pattern: Pattern, allocation: Allocation, layers: tuple[Layer, ...]
 ) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer under one count for all, and the measurements behind it."""
-    recipe = workspace.recipe
-    fast = recipe.with_quick_solver(ADMM("fast"))
-    fast = fast.but(solver=solver_without_grid(fast.solver))  # curves are those of free values
+    fast = recipe_of_curves(workspace.recipe, pattern)
     sparsity = global_sparsity(pattern)
     assert sparsity is not None, "under_pattern accepts no other pattern"
 

@@ -30,13 +30,13 @@ from iobs.pruning.plan.curves import (
     allocation_record_of,
     fit_and_evaluation,
     judges_of,
+    recipe_of_curves,
 )
 from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import AllocationRecord
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.widths.knapsack import best_choices
 from iobs.pruning.workspace import Workspace
-from iobs.solvers.gridded.search import QuickGrid
 
 # Measured sparsities by bits. Low sparsities cost more than they save: the mask has one bit for each entry.
 LEVELS = {2: (0.0, 0.5, 0.8), 3: (0.0, 0.5, 0.9), 4: (0.0, 0.3, 0.6, 0.9), 8: (0.0, 0.5, 0.7, 0.9)}
@@ -59,7 +59,7 @@ def divide_bits(
     Raises:
         PatternError: the budget is not enough for the layers that receive input.
     """
-    quick = workspace.recipe.with_quick_solver(QuickGrid()).for_layers(layers)
+    quick = recipe_of_curves(workspace.recipe, budget).for_layers(layers)
     fit, evaluation = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
     probe = answered(workspace.store.model, judges_of(workspace).first(_PROBE, _PROBE_TOKENS))
     densities = {bits: [1 - level for level in levels] for bits, levels in LEVELS.items()}

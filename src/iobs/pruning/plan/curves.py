@@ -21,19 +21,23 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
+from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
 from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.layerwise.grids import solver_without_grid
 from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import Curve
-from iobs.pruning.recipe import LayerSettings
+from iobs.pruning.recipe import LayerSettings, Recipe
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
+from iobs.solvers.admm import ADMM
+from iobs.solvers.gridded.search import QuickGrid
 
 FREE = 0  # in place of a number of bits: values that lie on no grid
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
@@ -108,6 +112,14 @@ def row_step(rows: int, groups: int) -> int:
         groups: of a convolution, which have Hessians of their own.
     """
     return 1 if groups > 1 else max(1, rows // CURVE_ROWS)
+
+
+def recipe_of_curves(recipe: Recipe, pattern: Pattern) -> Recipe:
+    """The recipe of the solves that measure damages: quick; on grids where a budget of bits is divided, else free."""
+    if isinstance(pattern, Budget):
+        return recipe.with_quick_solver(QuickGrid())
+    fast = recipe.with_quick_solver(ADMM("fast"))
+    return fast.but(solver=solver_without_grid(fast.solver))
 
 
 @dataclass
