@@ -20,6 +20,16 @@ def test_dry_run_without_weights_shows_memory_and_time_on_gpus(run, tmp_path):
     assert found["weights"] > 0
 
 
+def test_dry_runs_say_why_no_time_is_looked_at(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shown = run("prune", tmp_path, "--low-memory", "--dry-run", "--within", "1h").stderr
+    assert "--within 1h is left out of account: without weights" in " ".join(shown.split())
+    file = tmp_path / "own.py"
+    file.write_text("import torch\n\ndef make():\n    return torch.nn.Linear(4, 4)\n")
+    shown = run("prune", f"{file}:make", "--dry-run", "--within", "1h").stderr
+    assert "Give --data" in shown
+
+
 def test_dry_run_without_weights_follows_the_settings_of_the_run(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "dtype": "bfloat16"}))
 

@@ -175,12 +175,8 @@ def plan_of(
         IOBSError: as the run would.
     """
     from iobs.pruning.blockwise.offloaded import OffloadedStore
-    from iobs.pruning.network.selection import Selection
 
-    if not isinstance(store, OffloadedStore):
-        return None
-    selection = Selection(tuple(request.patterns), {})
-    return store.foreseen(selection, batches, request.recipe, request.holdout, within, timed)
+    return store.foreseen(request, batches, within, timed) if isinstance(store, OffloadedStore) else None
 
 
 def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
@@ -252,12 +248,13 @@ def prune_low_memory(
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
     selection = store.select(options.include, options.ignore, recipe.depthwise)
-    selection, _ = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    selection, request = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
     if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
     timed, within = options.within is None or dry_run, options.seconds
-    plan = store.plan(selection, batches, recipe, options.holdout, timed, within)
+    patterns = request.patterns
+    plan = store.plan(selection, batches, recipe, options.holdout, timed, within, patterns, options.pattern)
     if (dry_run or output is None) and not current().first:
         return
     if dry_run or output is None:
@@ -321,6 +318,10 @@ def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithm
         )
         for machine in machines
     ]
+    if options.within is not None:
+        console.warn(
+            f"--within {options.within} is left out of account: without weights no time of this machine is foretold."
+        )
     if as_json:
         described = [{**asdict(each), "fits": each.fits, "streams": each.streams} for each in needs]
         console.print_json({"weights": network.weights, "machines": described})

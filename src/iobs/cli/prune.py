@@ -331,6 +331,11 @@ def _prune_resident(
         with suppress(*[] if run_options.data or not store.whole else [DataError]):  # the model has no data of its own
             batches = batches_of_run(loaded, run_options)[2]
         within = run_options.seconds
+        if within is not None and not batches:
+            console.warn(
+                f"--within {run_options.within} is left out of account: no time is foretold without calibration data. "
+                "Give --data."
+            )
         plan, forecast, form = plan_of(store, request, batches, within), None, ""
         if store.whole and batches:
             forecast, form = foresee(

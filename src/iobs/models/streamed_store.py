@@ -144,11 +144,9 @@ class StreamedStore(BlockwiseStore):
             CalibrationError: the model does not take a batch.
             NonFiniteError: a weight holds NaN or infinity.
             ModelError: the blocks cannot be run one by one.
-            ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
         with replaced_blocks(self.model, self.streamed.blocks[:1], _reached):
             require_all_accepted(self.model, batches, (StopForward,))
-        self._place_streams(selection, batches, holdout)
         self.streamed.require_finite(selection.layers)
         return selection
 

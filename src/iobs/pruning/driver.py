@@ -148,7 +148,6 @@ def prune(
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.check(collected, selection, holdout)
-                store.require_space(checkpoint)
                 require_memory(chosen.network_solver, selection.layers, chosen.rounds, collected, holdout, store.device)
                 request = replace(
                     request, patterns={layer: request.patterns[layer] for layer in selection.layers}, within=seconds
@@ -160,6 +159,8 @@ def prune(
                     request = replace(request, recipe=form)
                     store.require_possible(form)
                     every_callback.on_note(note)
+                store.place(selection, collected, holdout)  # of the form that runs
+                store.require_space(checkpoint)
                 affordable = with_affordable_epochs(request.recipe, selection.layers, collected, store.device)
                 request = replace(request, recipe=affordable)
                 return run(Workspace.of(store, request, selection, collected, every_callback, frozen, opened))
@@ -183,7 +184,7 @@ def _in_time(
     def choose() -> JsonObject:
         arguments = store, request.recipe, request.patterns, request.pattern, batches, request.holdout, request.seed
         number, note = Foresight.of(*arguments).within(request.recipe, seconds)
-        return {"form": number, "note": note}
+        return {"form": number, "note": note, "seconds": seconds}
 
     # A new checkpoint is made after the choice: where nothing ends in time, none is left behind.
     place = request.checkpoint
@@ -192,7 +193,10 @@ def _in_time(
     fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
     opened = checkpoint_of(store, request, selection, fit, heldout, frozen)
     chosen = opened.remembered("form of the recipe", lambda: choice or choose())
-    return opened, form_of(request.recipe, request.pattern, chosen["form"]), chosen["note"]
+    note = chosen["note"]
+    if chosen["seconds"] != seconds:
+        note += " That time was given first: a resumed run keeps its form of the recipe."
+    return opened, form_of(request.recipe, request.pattern, chosen["form"]), note
 
 
 def _before_observation(

@@ -115,6 +115,9 @@ class Store(Residency):
             require_repeatable(self.model, batches[0])
             return multiplied_as_they_are(self.model, selection, batches[0])
 
+    def place(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
+        """Choose the place of hidden states: nothing to choose for a model in memory."""
+
     def require_space(self, checkpoint: str | Path | None) -> None:
         """Check, before any work, that disk and memory have room for a run; `check` comes first.
 

@@ -2,17 +2,22 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from menagerie import SmallTransformer, token_batches
 from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
 from iobs.core.patterns import as_pattern
 from iobs.pruning import driver
+from iobs.pruning.cost import foresight as foresight_module
+from iobs.pruning.cost import prices
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.within import as_seconds, fitting, forms
+from iobs.pruning.cost.work import Prices
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
@@ -25,6 +30,9 @@ from iobs.pruning.store import Store
 )
 def test_times_are_read(within, seconds):
     assert as_seconds(within) == seconds
+
+
+_OWN = "layers match their own outputs"
 
 
 @pytest.mark.parametrize("within", [0, -1, float("nan"), float("inf"), "", "0s", "soon", "5 days", "1h-2h", None, True])
@@ -54,6 +62,17 @@ def test_a_budget_of_bits_and_bounds_keep_their_division():
     for recipe, pattern in (("fast", iobs.Budget(3.0)), (bounded, as_pattern(0.5))):
         recipe = iobs.Recipe.preset(recipe) if isinstance(recipe, str) else recipe
         assert all(form.recipe.division.criterion != "uniform" for form in forms(recipe, pattern))
+
+
+def test_forms_leave_out_only_what_a_pattern_has():
+    def words(recipe, pattern):
+        return [form.words for form in forms(recipe, as_pattern(pattern))]
+
+    one_shot = iobs.Recipe.preset("one-shot")
+    assert words(one_shot, 0.5) == ["", "equal shares of all layers", "equal shares of all layers, " + _OWN]
+    for fixed in ("2:4", iobs.Grid(4)):
+        assert words(one_shot, fixed) == ["", _OWN]
+    assert words(one_shot.but(allocation="uniform"), 0.5)[1] == "rows of a layer that count equally"
 
 
 def test_steps_are_fewer_in_every_form():
@@ -119,12 +138,90 @@ def test_forecasts_of_the_forms_fall(network):
     assert times[0] > times[-1] > 0
 
 
+def foresight_of(model, data, recipe, pattern=0.5):
+    pattern, store = as_pattern(pattern), Store(model)
+    patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
+    with evaluating(model):
+        return Foresight.of(store, recipe, patterns, pattern, data, 0.1, 0)
+
+
+def test_a_limit_of_time_counts_the_rounds_that_a_run_may_add(network):
+    recipe = iobs.Recipe.preset("best")
+    foresight = foresight_of(*network, recipe)
+    rounds = {grown: {part.name: part for part in foresight.forecast(recipe, grown).parts} for grown in (False, True)}
+    count, steps = recipe.rounds.count, recipe.rounds.finetune.steps
+    assert rounds[True]["layers"].units == count * rounds[False]["layers"].units
+    assert "steps" not in rounds[False]
+    assert rounds[True]["steps"].units == (count - 2) * steps  # the first projection of growing sparsity is undone
+    before = foresight.forecast(recipe, True).seconds
+    assert foresight.within(recipe, 1.01 * before)[0] == 0
+    assert foresight.within(recipe, 0.99 * before)[0] > 0
+
+
+def test_windows_that_steps_sample_are_foretold(monkeypatch):
+    model, data = SmallTransformer(), token_batches()
+    step = iobs.FineTune(lr=1e-3, optimizer="adam", steps=8, most_steps=40, loss="kl", augment="auto")
+    recipe = iobs.Recipe(finetune=step)
+    foresight = foresight_of(model, data, recipe)
+
+    def units(windows):
+        monkeypatch.setattr(foresight_module, "windows_of_steps", lambda *_: windows)
+        return {part.name: part.units for part in foresight.forecast(recipe).parts}
+
+    given, sampled = units(0), units(7)
+    assert given["fine-tuning"] == 8
+    assert sampled["windows of sampled text"] == 7
+    assert sampled["fine-tuning"] == 40
+
+
+def test_prices_leave_the_generator_of_torch_as_it_was():
+    class Noisy(torch.nn.Linear):
+        def forward(self, value):
+            return super().forward(value + 1e-3 * torch.randn_like(value))
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = torch.nn.Sequential(Noisy(8, 8), torch.nn.Linear(8, 4))
+    torch.set_rng_state(before)
+    foresight_of(model, [torch.ones(8, 8)], iobs.Recipe())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_kernels_are_compiled_before_a_solve_is_timed(network, monkeypatch):
+    calls, timed = [], prices.timed
+    monkeypatch.setattr(prices.Trial, "solve", lambda trial: calls.append("solve"))
+    monkeypatch.setattr(
+        prices, "timed", lambda *arguments, **options: calls.append("time") or timed(*arguments, **options)
+    )
+    foresight_of(*network, iobs.Recipe(), iobs.Grid(4))
+    first = calls.index("solve")
+    assert calls[first : first + 3] == ["solve", "time", "solve"]
+
+
+def test_curves_of_grids_have_a_price_of_their_own(network):
+    pattern = iobs.Unstructured(0.5) & iobs.Grid(4)
+    recipe = iobs.Recipe.preset("one-shot").but(solver="sparsegpt")
+    foresight = foresight_of(*network, recipe, pattern)
+    assert foresight.prices.of_curves is not None
+    free, dear = Prices(0.0, 0.0, 0.0, 0.0), Prices(0.0, 0.0, 1.0, 2.0)
+
+    def allocation(prices):
+        return replace(foresight, prices=prices).forecast(recipe).phases["allocation"]
+
+    assert allocation(replace(dear, of_curves=free)) == allocation(free)
+    assert allocation(dear) > allocation(free)
+
+
+def test_patterns_of_fixed_counts_have_no_curves(network):
+    assert foresight_of(*network, iobs.Recipe.preset("one-shot"), "2:4").prices.of_curves is None
+
+
 @pytest.fixture
 def foretold(monkeypatch):
     """Set the forecast of all recipes: seconds of a recipe with blocks, and of one without."""
 
     def set_to(with_steps, without):
-        def forecast(self, recipe):
+        def forecast(self, recipe, grown=False):
             assert all(isinstance(layer, Layer) for layer in self.layers)
             return Forecast((Part("layers", 1, without if recipe.finetune is None else with_steps),))
 
@@ -167,6 +264,12 @@ def test_a_resumed_run_keeps_its_form(network, foretold, tmp_path):
     assert [note for note in reports[0].notes if "Within" in note] == [
         note for note in reports[1].notes if "Within" in note
     ]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 6))
+    report = iobs.prune(model, data, 0.5, "best", within=200, checkpoint=tmp_path / "checkpoint")
+    (note,) = [note for note in report.notes if "Within" in note]
+    assert note.startswith("Within 20 s: ")
+    assert note.endswith("That time was given first: a resumed run keeps its form of the recipe.")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.ReLU(), torch.nn.Linear(48, 6))
     with pytest.raises(iobs.errors.CheckpointError, match="time for the run"):

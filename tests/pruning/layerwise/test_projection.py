@@ -10,6 +10,7 @@ from torch import nn
 import iobs
 from iobs.errors import DampingWarning, NonFiniteError, PatternError
 from iobs.pruning.layerwise import problem, projection
+from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.network.layers import find_layers
 from iobs.solvers import solve_many
 
@@ -88,3 +89,19 @@ def test_layers_with_one_input_share_their_factorisations(target, monkeypatch):
     model, data = transformer()
     iobs.prune(model, data, 0.5, iobs.Recipe(target=target))
     assert solved == [3, 3]  # q, k and v of two blocks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (iobs.Unstructured(0.5), True),
+        (iobs.Unstructured(0.5) & iobs.Grid(4), True),
+        (iobs.Unstructured(0.5, per="row"), False),
+        (iobs.NM(2, 4), False),
+        (iobs.NM(2, 4) & iobs.Grid(4), False),
+        (iobs.Grid(4), False),
+    ],
+    ids=str,
+)
+def test_rows_compete_where_a_count_is_theirs_together(pattern, expected):
+    assert rows_compete(pattern) is expected

@@ -31,6 +31,7 @@ from iobs.pruning.runtime.scratch import scratch_folder
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Names
+from iobs.pruning.workspace import Request
 
 
 class OffloadedStore(BlockwiseStore):
@@ -96,19 +97,17 @@ class OffloadedStore(BlockwiseStore):
             yield
 
     def check(self, batches: Sequence[Batch], selection: Selection, holdout: float) -> Selection:
-        """Check the batches and the layers on the model, find its blocks, and choose the place of the hidden states.
+        """Check the batches and the layers on the model, and find its blocks.
 
         Raises:
             CalibrationError: the model does not take a batch.
             ModelError: the model does not run exactly along a chain of blocks.
-            OutputError: the hidden states have no room.
         """
         with self._memory.on_call(parts_of(self.model)):
             selection = super().check(batches, selection, holdout)
         self._layers = selection.layers
         with torch.no_grad():
             self._blocks = self._find_blocks(batches)
-        self._place_streams(selection, batches, holdout)
         return selection
 
     def _find_blocks(self, batches: Sequence[Batch]) -> list[Block]:
@@ -207,22 +206,18 @@ class OffloadedStore(BlockwiseStore):
 
     # ---- cost of a run
     def foreseen(
-        self,
-        selection: Selection,
-        batches: Sequence[Batch],
-        recipe: Recipe,
-        holdout: float,
-        within: float | None = None,
-        timed: bool = True,
+        self, request: Request, batches: Sequence[Batch], within: float | None = None, timed: bool = True
     ) -> Plan:
         """Predict memory and time of a run; the model is traced for that.
 
         Raises:
             ProblemError, CalibrationError, ModelError, OutputError: as a run would.
         """
+        recipe, holdout, patterns = request.recipe, request.holdout, request.patterns
         self.require_possible(recipe)
         with self.prepared(), evaluating(self.model):
-            return self.plan(self.check(batches, selection, holdout), batches, recipe, holdout, timed, within)
+            selection = self.check(batches, Selection(tuple(patterns), {}), holdout)
+            return self.plan(selection, batches, recipe, holdout, timed, within, patterns, request.pattern)
 
     def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """The sizes of the model and of the hidden states that `check` has found."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from iobs.core.patterns import Unstructured
+from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
@@ -157,8 +157,12 @@ class BlockwiseStore(Store, ABC):
         """True if the recipe needs the dense block beside the pruned one."""
         return self._recipe.target != "layer" or self._recipe.blocks is not None
 
-    def _place_streams(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
-        """Predict the memory of the run, and choose the place of its hidden states."""
+    def place(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
+        """Predict the memory of the run, and choose the place of its hidden states.
+
+        Raises:
+            ProblemError, OutputError: they have no room; see `storage.choose_place`.
+        """
         self._plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
         self._storage.place = cast(Place, self._plan.streams)
 
@@ -259,6 +263,8 @@ class BlockwiseStore(Store, ABC):
         holdout: float,
         timed: bool = True,
         within: float | None = None,
+        patterns: Mapping[Layer, Pattern] | None = None,
+        pattern: Pattern = Unstructured(0.5),  # noqa: B008 - frozen
     ) -> Plan:
         """Predict memory, time and disk space of a run.
 
@@ -269,6 +275,8 @@ class BlockwiseStore(Store, ABC):
             holdout: share of the samples that is held out.
             timed: False measures no speeds and predicts no time.
             within: seconds that the run may take: the plan is that of the form of the recipe that ends in time.
+            patterns: of the layers; None: `pattern`.
+            pattern: of the run.
 
         Raises:
             ModelError: the blocks cannot be run one by one.
@@ -276,9 +284,8 @@ class BlockwiseStore(Store, ABC):
         """
         foresight, form = None, ""
         if timed:
-            pattern = Unstructured(0.5)
-            patterns = dict.fromkeys(selection.layers, pattern)
-            foresight = Foresight.of(self, recipe, patterns, pattern, batches, holdout, 0)
+            of_layers = {layer: (patterns or {}).get(layer, pattern) for layer in selection.layers}
+            foresight = Foresight.of(self, recipe, of_layers, pattern, batches, holdout, 0)
             if within is not None:
                 number, form = foresight.within(recipe, within)
                 recipe = form_of(recipe, pattern, number)

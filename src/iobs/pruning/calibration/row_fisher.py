@@ -338,7 +338,7 @@ def _drawn(chances: Tensor, generator: torch.Generator) -> Tensor:
     The chances are overwritten.
 
     Several times as fast as `torch.multinomial`, which draws a number for every class. Sums on a GPU are not
-    deterministic, and torch refuses them to a user who asks for deterministic algorithms: then they are made on the CPU.
+    deterministic, and torch refuses them to a user who asks for deterministic algorithms: the CPU makes them then.
     """
     device = chances.device
     if torch.are_deterministic_algorithms_enabled():

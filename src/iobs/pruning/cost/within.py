@@ -14,6 +14,8 @@ from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
 from iobs.errors import ProblemError, is_a
 from iobs.pruning.cost.inputs import SAMPLING_EPOCHS
+from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.progress import in_words
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.parts import MOST_EPOCHS
@@ -99,15 +101,16 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
         recipe = recipe.but(blocks=None, finetune=None, rounds=Rounds())
         left_out.append("one projection, no gradient steps")
         yield ShorterRecipe(recipe, left_out[0])
-    if recipe.division.generations and recipe.division.criterion in ("auto", "search"):
+    division = under_pattern(recipe.division, pattern)
+    if division.generations and division.criterion in ("auto", "search"):
         recipe = recipe.but(allocation=replace(recipe.division, criterion="auto", generations=0))
         left_out.append("no search among divisions")
         yield ShorterRecipe(recipe, ", ".join(left_out))
-    bounded = recipe.division.bounds or recipe.division.least or recipe.division.most is not None
-    divided = recipe.division.criterion != "uniform" or recipe.may_weigh_rows
-    if divided and not bounded and not isinstance(pattern, Budget):
+    bounded = division.bounds or division.least or division.most is not None
+    divided, weighed = division.criterion != "uniform", recipe.may_weigh_rows and rows_compete(pattern)
+    if (divided or weighed) and not bounded and not isinstance(pattern, Budget):
         recipe = recipe.but(allocation="uniform", curvature="layer")
-        left_out.append("equal shares of all layers")
+        left_out.append("equal shares of all layers" if divided else "rows of a layer that count equally")
         yield ShorterRecipe(recipe, ", ".join(left_out))
     if recipe.target != "layer":
         yield ShorterRecipe(recipe.but(target="layer"), ", ".join([*left_out, "layers match their own outputs"]))
