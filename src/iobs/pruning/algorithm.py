@@ -56,6 +56,7 @@ from iobs.pruning.report import (
     Scores,
     best_index,
 )
+from iobs.pruning.runtime.memory import give_back
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 
@@ -115,6 +116,7 @@ def project(
     else:
         masters = {} if descent is None else descent.groups[0].values
         record = project_layers(workspace, patterns, importance, index, masters)
+    give_back()  # what the Grams and solves have left in the heap, hundreds of megabytes
     if recipe.batch_norm == "update":
         update_batch_norm(workspace.store.model, samples)
     return measured(workspace, record, samples, began)

@@ -326,6 +326,7 @@ class BlockwiseStore(Store, ABC):
             outside_bytes=sizes.outside_bytes,
             model_bytes=sizes.model_bytes,
             parked=on_cpu and self.streams in ("auto", "disk"),
+            pattern=pattern,
         )
         predicted = replace(predicted, copied_bytes=sizes.copied_bytes, form=form)
         room = self._room(predicted, sizes.written_bytes)

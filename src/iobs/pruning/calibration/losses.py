@@ -25,7 +25,7 @@ from iobs.pruning.samples.subsets import Samples
 
 Reduction = Literal["mean", "sum"]
 IGNORED = -100  # label of a position that is not scored, as in torch's cross-entropy
-_WHOLE = 2**24  # most scores whose loss is computed at once; more are computed in pieces
+WHOLE = 2**24  # most scores whose loss is computed at once; more are computed in pieces
 PIECE = 2**22  # scores of a piece
 _IMPOSSIBLE = -1e30  # replaces scores of minus infinity (masked classes), which add nothing to a divergence
 
@@ -87,7 +87,7 @@ def next_token_loss(values: Tensor, labels: Tensor, reduction: Reduction = "mean
         labels: tokens, (samples, positions) int64; `IGNORED` is not scored, and neither is the first token.
         reduction: over the scored positions.
     """
-    if values.numel() <= _WHOLE:
+    if values.numel() <= WHOLE:
         return _class_loss(values[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction)
     shifted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the scores, which are many, are not copied
     return _class_loss(values.flatten(0, 1), shifted.flatten(), reduction)
@@ -96,7 +96,7 @@ def next_token_loss(values: Tensor, labels: Tensor, reduction: Reduction = "mean
 def _class_loss(scores: Tensor, labels: Tensor, reduction: Reduction = "mean") -> Tensor:
     """Cross-entropy of scores (rows, classes) in float32; `IGNORED` is not scored."""
     labels = labels.to(scores.device)
-    if scores.numel() <= _WHOLE:
+    if scores.numel() <= WHOLE:
         return functional.cross_entropy(scores.float(), labels, reduction=reduction)
     total = _in_pieces(_summed_class_loss, scores, labels)
     return total / (labels != IGNORED).sum() if reduction == "mean" else total
@@ -122,7 +122,7 @@ def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **others: object) -> object:
         changed = any(others.get(name) is not None for name in ("num_items_in_batch", "shift_labels", "ignore_index"))
         shaped = logits.ndim == 3 and logits.shape == (*labels.shape, vocab_size)
-        if logits.numel() <= _WHOLE or changed or not shaped:
+        if logits.numel() <= WHOLE or changed or not shaped:
             assert usual is not None
             return usual(logits=logits, labels=labels, vocab_size=vocab_size, **others)
         return next_token_loss(logits, labels)
@@ -202,7 +202,7 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
     if axis is None:
         return relative_distance(sparse.reshape(dense.shape), dense)
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
-    if dense.numel() <= _WHOLE:
+    if dense.numel() <= WHOLE:
         return _divergence(dense, sparse, "batchmean")
     return _in_pieces(_summed_divergence, dense, sparse) / len(dense)
 

@@ -1,4 +1,4 @@
-"""Peak memory of block-by-block pruning: the blocks in memory, the Grams of one layer, and what its solver declares."""
+"""Peak memory of a run: the model or its blocks, the Grams of one layer, what its solver declares, and scores."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from pathlib import Path
 import torch
 
 from iobs.core.files import expanded
+from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
-from iobs.pruning.calibration.losses import PIECE
+from iobs.pruning.calibration.losses import PIECE, WHOLE
 from iobs.pruning.calibration.row_fisher import PROBE_TOKENS
 from iobs.pruning.cost.work import run_samples, solver_cost
+from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.forecast import Forecast
+from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.modes import state
+from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import resident
+from iobs.pruning.runtime.memory import mapped_bytes, resident
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import AT_ONCE, Batch
+from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Store
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
@@ -30,8 +37,12 @@ _FIT_BYTES = 9  # per weight of a fit: two float32 moments, and an entry of the 
 _COPY_BYTES = 4  # the same: a float32 master beside a parameter in 16 bits
 _GRADIENT_BYTES = 4  # per weight of a fit during the update, when logits are gone
 _STORED_MASTER = 4  # of a fitted weight in a checkpoint
-_SCORES = 6  # tensors (tokens, vocabulary), in the model's dtype or float32, of a divergence and its gradient
-_FISHER_SCORES = 4  # scores of a piece of text: in float32, their logarithms, chances, and a gradient
+_SCORES, _PIECES = 6, 8  # tensors (tokens, vocabulary) of a divergence and its gradient, in float32; of one piece
+_SCORES_BESIDE = 3  # the same in the dtype of the model, if the divergence is computed in pieces
+_FISHER_SCORES = 3  # scores of a piece of text in float32: themselves, their logarithms, and chances or a gradient
+_COMPARED = 4  # tensors (tokens, vocabulary) that a comparison with the dense model holds
+_COMPARED_WHOLE, _COMPARED_PIECES = 8, 14  # further ones if it is computed at once; of one piece otherwise
+_HALF = Unstructured(0.5)
 _ACTIVATIONS = 6  # tensors of (tokens, widest columns) in memory at once in the forward pass of a block
 
 
@@ -52,6 +63,7 @@ class Sizes:
         blocks: number of blocks.
         reading: bytes that a block takes while it is read, besides those of its weights.
         writing: the same while it is written.
+        whole: the model is in memory, so that blocks take no more of it.
     """
 
     layers: Sequence[Layer]
@@ -66,6 +78,7 @@ class Sizes:
     blocks: int = 1
     reading: int = 0
     writing: int = 0
+    whole: bool = False
 
     @property
     def width(self) -> int:
@@ -173,12 +186,19 @@ class GramSizes:
         return kept + max(regression, solver, errors)
 
 
-def prices_rows(recipe: Recipe) -> bool:
+def divides(recipe: Recipe, pattern: Pattern) -> bool:
+    """True if a run measures damages of layers."""
+    return under_pattern(recipe.division, pattern).criterion != "uniform"
+
+
+def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:
     """True if a run may need the Fisher information of rows."""
-    return recipe.may_weigh_rows or recipe.division.criterion != "uniform"
+    return (recipe.may_weigh_rows and rows_compete(pattern)) or divides(recipe, pattern)
 
 
-def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> dict[str, int]:
+def peaks(
+    sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False, pattern: Pattern = _HALF
+) -> dict[str, int]:
     """Peak bytes of every phase, besides the weights outside the blocks and the hidden states between blocks.
 
     Args:
@@ -186,9 +206,11 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
         recipe: how to prune.
         heldout: samples are held out, which have Grams of their own; so have those that judge an allocation.
         parked: finished Grams of wide layers are in mapped files.
+        pattern: of the run.
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
-    weights, widest = held.blocks * itemsize * sizes.block, max(layer.shape[1] for layer in layers)
+    present = 0 if sizes.whole else itemsize * sizes.block  # of one block that is brought into memory
+    weights, widest = held.blocks * present, max(layer.shape[1] for layer in layers)
 
     def largest(grams: GramSizes, tokens: int) -> tuple[int, int]:
         forward = itemsize * _ACTIVATIONS * tokens * widest
@@ -200,27 +222,30 @@ def peaks(sizes: Sizes, recipe: Recipe, heldout: bool, parked: bool = False) -> 
     predicted = {"Grams": gathering, "solves": solving}
     if sizes.reading or sizes.writing:
         predicted |= {"reading of blocks": weights + sizes.reading, "writing of blocks": weights + sizes.writing}
-    if recipe.division.criterion != "uniform":
+    if divides(recipe, pattern):
         # Other samples judge the solutions, which match the outputs of their own layer.
         predicted["allocation"] = max(largest(GramSizes(2, parked=parked), min(sizes.tokens, CURVE_TOKENS)))
     step = 2 * itemsize * _ACTIVATIONS * sizes.step_tokens * widest
-    scores = sizes.step_tokens * sizes.vocabulary
-    logits = _SCORES * min(4 * scores, (sizes.score or itemsize) * scores + 4 * PIECE)
-    if prices_rows(recipe):
+    scores, of_score = sizes.step_tokens * sizes.vocabulary, sizes.score or itemsize
+    logits = 4 * _SCORES * scores
+    if scores > WHOLE:
+        logits = min(logits, _SCORES_BESIDE * of_score * scores + 4 * _PIECES * PIECE)
+    if prices_rows(recipe, pattern):
         piece = min(AT_ONCE, sizes.tokens)
         passed = 2 * itemsize * _ACTIVATIONS * piece * widest
-        predicted["prices of rows"] = itemsize * sizes.block + passed + _FISHER_SCORES * 4 * piece * sizes.vocabulary
+        number = 4 * _FISHER_SCORES + (of_score if of_score < 4 else 0)  # beside their copy in float32
+        predicted["prices of rows"] = present + max(passed, number * piece * sizes.vocabulary)
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block
         copied = _COPY_BYTES if itemsize < 4 else 0
-        kept = fitted * (_FIT_BYTES + copied + itemsize) + (held.blocks - 1) * itemsize * sizes.block
+        kept = fitted * (_FIT_BYTES + copied + itemsize) + (held.blocks - 1) * present
         passes = itemsize * fitted + step + (logits if fit.last == "kl" else 0)
         predicted["steps of blocks"] = kept + max(passes, (itemsize + _GRADIENT_BYTES) * fitted)
     if fit is not None and fit.network_steps:
         # The block with its masters and gradients, and the input of every block for one batch.
         inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
-        predicted["steps of the network"] = (itemsize + 8) * sizes.block + inputs + step + logits
+        predicted["steps of the network"] = present + 8 * sizes.block + inputs + step + logits
     return predicted
 
 
@@ -311,6 +336,28 @@ class Plan:
         return max(0, self.checkpoint_bytes - written)
 
 
+def streams_bytes(
+    sizes: Sizes,
+    recipe: Recipe,
+    holdout: float,
+    tokens: Sequence[int],
+    steps: Sequence[int],
+    samples: int,
+    pattern: Pattern,
+) -> int:
+    """Bytes of the hidden states between blocks, and of parameters that are kept for steps of the whole network.
+
+    The arguments are those of `plan`.
+    """
+    ranks, held = current(), held_blocks(recipe)
+    hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
+    hidden = hidden * run_samples(recipe, sizes.layers, samples, holdout, ranks.size) // samples
+    # The prices of rows need the input of every block at once, and what follows has its own hidden states.
+    positions = min(sum(tokens[ranks.rank :: ranks.size]), PROBE_TOKENS) if prices_rows(recipe, pattern) else 0
+    priced = sizes.itemsize * positions * sizes.width * (sizes.blocks + 1)
+    return max(held.streams * hidden + held.masters * sum(layer.weights for layer in sizes.layers), priced)
+
+
 def plan(
     sizes: Sizes,
     recipe: Recipe,
@@ -323,6 +370,7 @@ def plan(
     outside_bytes: int,
     model_bytes: int,
     parked: bool,
+    pattern: Pattern,
 ) -> Plan:
     """Predict the memory of block-by-block pruning.
 
@@ -339,19 +387,16 @@ def plan(
         outside_bytes: size of the weights that are dropped before the first block is loaded.
         model_bytes: size of the weights of the whole model.
         parked: finished Grams of wide layers are in mapped files.
+        pattern: of the run.
     """
     present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     sizes = replace(sizes, tokens=max(tokens), step_tokens=max(steps))
-    ranks, held = current(), held_blocks(recipe)
-    hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
-    hidden = hidden * run_samples(recipe, sizes.layers, samples, holdout, ranks.size) // samples
-    # The prices of rows need the input of every block at once, and what follows has its own hidden states.
-    positions = min(sum(tokens[ranks.rank :: ranks.size]), PROBE_TOKENS) if prices_rows(recipe) else 0
-    priced = sizes.itemsize * positions * sizes.width * (sizes.blocks + 1)
+    streams = streams_bytes(sizes, recipe, holdout, tokens, steps, samples, pattern)
     grams = GramSizes.of(sizes, recipe, holdout > 0, parked)
     shapes = {layer.shape: layer for layer in sizes.layers}
     phases = {
-        phase: present - outside_bytes + size for phase, size in peaks(sizes, recipe, holdout > 0, parked).items()
+        phase: present - outside_bytes + size
+        for phase, size in peaks(sizes, recipe, holdout > 0, parked, pattern).items()
     }
     phases = {"before the blocks": present, **phases}
     weights = sum(layer.weights for layer in sizes.layers)
@@ -361,11 +406,76 @@ def plan(
         model_bytes=model_bytes,
         spilled_bytes=0,
         layers=len(sizes.layers),
-        streams_bytes=max(held.streams * hidden + held.masters * weights, priced),
+        streams_bytes=streams,
         grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
         checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
         peaks=phases,
     )
+
+
+def peaks_in_memory(
+    store: Store, recipe: Recipe, fit: Samples, heldout: Samples, layers: Sequence[Layer], pattern: Pattern
+) -> dict[str, int]:
+    """Peak bytes of every phase of a run with the whole model in memory; empty where they are not foretold.
+
+    They are foretold for language models, whose configuration says their sizes, and without fine-tuning of the whole
+    network. Call it before the run, when the model has been loaded.
+
+    Args:
+        store: of the model.
+        recipe: how to prune, with numbers in place of "auto".
+        fit: calibration samples.
+        heldout: held-out samples.
+        layers: the layers to prune.
+        pattern: of the run.
+    """
+    config, fitting = getattr(store.model, "config", None), recipe.blocks
+    vocabulary, hidden, blocks = (
+        int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size", "num_hidden_layers")
+    )
+    tuned = (recipe.finetune or recipe.rounds.count > 1) and not (fitting and fitting.network_steps)
+    if not (store.whole and vocabulary and hidden and blocks) or tuned or recipe.network_solver is not None:
+        return {}
+    tensors = dict(state(store.model))
+    bytes_of = {name: value.nbytes for name, value in tensors.items()}
+    names = {layer.key for layer in layers}
+    weights = sum(layer.weights for layer in layers)
+    itemsize = next(tensors[name].itemsize for name in names)
+    every = Samples.of(fit.batches + heldout.batches)
+    tokens = [token_count(batch) for batch in every.batches]
+    steps = [token_count(batch) for batch in in_steps(store.model, every, fitting).batches] if fitting else tokens
+    sizes = Sizes(
+        layers,
+        block=weights // blocks,
+        itemsize=itemsize,
+        tokens=max(tokens),
+        step_tokens=max(steps),
+        vocabulary=vocabulary,
+        biased=any(f"{layer.path}.bias" in tensors for layer in layers),
+        hidden=hidden,
+        blocks=blocks,
+        whole=True,
+    )
+    device = store.device
+    whole, pruned = sum(bytes_of.values()), sum(bytes_of[name] for name in names)
+    changed = whole if fitting else pruned
+    present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    copies = changed + (whole if recipe.needs_dense_model else 0)
+    written = mapped_bytes(tensors[name] for name in (tensors if fitting else names))
+    holdout = heldout.samples / every.samples
+    streams = streams_bytes(sizes, recipe, holdout, tokens, steps, every.samples, pattern)
+    before = {"allocation", "prices of rows"}
+    phases = {
+        phase: present + copies + streams + size + (0 if phase in before else written)
+        for phase, size in peaks(sizes, recipe, heldout.samples > 0, pattern=pattern).items()
+    }
+    compared = max(token_count(batch) for batch in (heldout if heldout.batches else fit).batches)
+    if heldout.batches:  # as many of the others are compared too
+        compared = max(compared, min(sum(map(token_count, heldout.batches)), *map(token_count, fit.batches)))
+    scores = compared * vocabulary
+    further = _COMPARED_WHOLE * scores if scores <= WHOLE else _COMPARED_PIECES * PIECE
+    phases["comparison"] = present + copies + written + pruned + itemsize * _COMPARED * scores + 4 * further
+    return phases
 
 
 def token_count(batch: Batch) -> int:

@@ -9,17 +9,19 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 if sys.platform != "win32":
     import resource
 
-_ROOT, _STATUS = Path("/"), Path("/proc/self/status")
+_ROOT, _STATUS, _MAPS = Path("/"), Path("/proc/self/status"), Path("/proc/self/maps")
 # Files of a group of processes: its limit, its use, and the entries of memory.stat for cached files.
 _CGROUP_2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 _CGROUP_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
@@ -188,6 +190,29 @@ def _left_in_group(folder: Path, limit: str, usage: str, cached: Sequence[str]) 
             yield max(1, int(most) - used + sum(int(value) for name, value in pairs if name in cached))
     except (OSError, ValueError):
         return
+
+
+def mapped_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors in main memory that lie in mapped files; pages that are written become memory of the process.
+
+    0 where the system does not say.
+    """
+    if not _MAPS.exists():
+        return 0
+    ranges = []
+    for line in _MAPS.read_text(encoding="utf8", errors="replace").splitlines():
+        bounds, _, _, _, number, *_ = line.split(maxsplit=5)
+        if number != "0":
+            start, _, end = bounds.partition("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    ranges.sort()
+    starts = [start for start, _ in ranges]
+    found = 0
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel():
+            place = bisect_right(starts, tensor.data_ptr()) - 1
+            found += tensor.nbytes if place >= 0 and tensor.data_ptr() < ranges[place][1] else 0
+    return found
 
 
 def left(device: torch.device) -> int:
