@@ -194,6 +194,13 @@ def show_plan(plan: Plan, show: Callable[[str], None]) -> None:
     show(f"Hidden states between blocks: {plan.streams_bytes / 1e9:.2f} GB, in {place}")
 
 
+def show_peak(peaks: Mapping[str, int], show: Callable[[str], None]) -> None:
+    """Show the predicted peak memory of a run in memory, if it is foretold, and the phase that has it."""
+    if peaks:
+        phase = max(peaks, key=peaks.__getitem__)
+        show(f"Predicted peak memory: {peaks[phase] / 1e9:.2f} GB ({phase})")
+
+
 def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str], None]) -> None:
     """Show the predicted time of a run, and of its phases."""
     from iobs.pruning.progress import in_words

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from iobs.core.grids import Budget
     from iobs.core.structured import Structured
     from iobs.models import LoadedModel
+    from iobs.pruning.cost.foresight import Foreseen
     from iobs.pruning.cost.memory import Plan
     from iobs.pruning.coverage import Reason
-    from iobs.pruning.forecast import Forecast
     from iobs.pruning.store import Store
     from iobs.pruning.structured_report import PlannedCost, UnitsPlan
     from iobs.pruning.workspace import Request
@@ -25,8 +25,7 @@ def show_layers(
     skipped: dict[str, Reason],
     as_json: bool,
     plan: Plan | None,
-    forecast: Forecast | None,
-    form: str = "",
+    foreseen: Foreseen | None,
 ) -> None:
     """Show the layers that a run would prune, with their zeros as far as the run does not choose them.
 
@@ -35,12 +34,11 @@ def show_layers(
         skipped: layers that stay dense.
         as_json: print JSON; a number that the run chooses is null there.
         plan: of a run by blocks, or None.
-        forecast: of a run in memory; None without calibration data.
-        form: note on the form of the recipe that ends in a given time.
+        foreseen: time and memory of a run in memory; None without calibration data.
     """
     from rich.table import Table
 
-    from iobs.cli.by_blocks import show_plan, show_time
+    from iobs.cli.by_blocks import show_peak, show_plan, show_time
     from iobs.core.grids import Budget, stored_bits
     from iobs.pruning.audit import asked_zeros
 
@@ -57,8 +55,10 @@ def show_layers(
         dense = {name: str(reason) for name, reason in skipped.items()}
         budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
         blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
-        blocks |= {} if forecast is None else {"seconds": forecast.seconds, "phases": forecast.phases}
-        blocks |= {"form": form} if form else {}
+        if foreseen is not None:
+            blocks |= {"seconds": foreseen.forecast.seconds, "phases": foreseen.forecast.phases}
+            blocks |= {"peaks": foreseen.peaks} if foreseen.peaks else {}
+            blocks |= {"form": foreseen.form} if foreseen.form else {}
         result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
         console.print_json({**result, **budget, **blocks})
         return
@@ -78,10 +78,11 @@ def show_layers(
         out.print(f"left dense: {name} ({reason})")
     if plan is not None:
         show_plan(plan, out.print)
-    if form:
-        out.print(form)
-    if forecast is not None:
-        show_time(forecast.seconds, forecast.phases, out.print)
+    if foreseen is not None:
+        if foreseen.form:
+            out.print(foreseen.form)
+        show_peak(foreseen.peaks, out.print)
+        show_time(foreseen.forecast.seconds, foreseen.forecast.phases, out.print)
     if about:
         console.say(about)
 

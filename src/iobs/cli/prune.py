@@ -336,9 +336,9 @@ def _prune_resident(
                 f"--within {run_options.within} is left out of account: no time is foretold without calibration data. "
                 "Give --data."
             )
-        plan, forecast, form = plan_of(store, request, batches, within), None, ""
+        plan, foreseen = plan_of(store, request, batches, within), None
         if store.whole and batches:
-            forecast, form = foresee(
+            foreseen = foresee(
                 store,
                 request.recipe,
                 request.patterns,
@@ -349,7 +349,7 @@ def _prune_resident(
                 within=within,
             )
         if current().first:
-            show_layers(request, selection.skipped, as_json, plan, forecast, form)
+            show_layers(request, selection.skipped, as_json, plan, foreseen)
         return None
     assert output is not None
     check_output(output, size_in_bytes(loaded.module), place.replaceable)
@@ -389,17 +389,21 @@ def _run(
     Returns:
         The report, and the error of the second scoring, which does not lose the pruned model.
     """
-    from iobs.cli.by_blocks import plan_of, show_plan
+    from iobs.cli.by_blocks import plan_of, show_peak, show_plan
     from iobs.cli.loading import batches_of_run
     from iobs.cli.running import prune_with_progress, score
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
+    from iobs.pruning.cost.foresight import foresee_peaks
 
     run_options = settings.options
     name, window, batches = batches_of_run(loaded, run_options)
     plan = None if request is None else plan_of(store, request, batches, timed=run_options.within is None)
     if plan is not None:
         show_plan(plan, console.say)
+    elif request is not None:
+        layers, holdout, seed = [*request.patterns], request.holdout, request.seed
+        show_peak(foresee_peaks(store, request.recipe, layers, request.pattern, batches, holdout, seed), console.say)
     with store.runnable():
         dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}

@@ -1,20 +1,24 @@
 """Predicted bytes of Grams, solves and steps, against counted bytes of tensors."""
 
+import families
 import pytest
 import torch
 from tensor_bytes import TensorBytes
+from torch import nn
 
-from iobs.core.patterns import Unstructured
+from iobs.core.patterns import Unstructured, as_pattern
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.cost import memory
-from iobs.pruning.cost.memory import GramSizes, Sizes, checkpoint_bytes, peaks
+from iobs.pruning.cost.memory import GramSizes, Sizes, checkpoint_bytes, peaks, peaks_in_memory
 from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import BlockFit, Recipe
+from iobs.pruning.recipe import BlockFit, FineTune, Recipe
+from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.store import Store
 
 TOKENS, WIDTH = 64, 256
 
@@ -117,3 +121,45 @@ def test_an_allocation_has_grams_of_held_out_samples():
     recipe = Recipe(allocation="fisher", blocks=BlockFit(window=1))
     found = peaks(sizes, recipe, False)
     assert found["allocation"] - found["solves"] == 8 * WIDTH**2
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    return families.build("llama")
+
+
+def in_memory(language_model, pattern=0.5, recipe="one-shot", holdout=0.5):
+    model, data = language_model
+    store = Store(model)
+    layers = store.select(None, None, False).layers
+    fit, heldout = split(Samples.of(data), holdout, 0)
+    return peaks_in_memory(store, Recipe.preset(recipe), fit, heldout, layers, as_pattern(pattern), 0)
+
+
+def test_a_language_model_in_memory_takes_its_copies_and_its_scores(language_model):
+    model, data = language_model
+    found = in_memory(language_model)
+    whole = sum(value.nbytes for value in model.state_dict().values())
+    assert set(found) == {"Grams", "solves", "allocation", "prices of rows", "comparison"}
+    assert all(size > whole for size in found.values())  # the dense copy, and one of the pruned layers
+    scores = 4 * data[0]["input_ids"].numel() * model.config.vocab_size
+    assert found["comparison"] > whole + scores
+    assert in_memory(language_model, holdout=0.0)["comparison"] > found["comparison"]
+
+
+def test_patterns_of_fixed_counts_price_no_rows(language_model):
+    assert not {"prices of rows", "allocation"} & set(in_memory(language_model, "2:4"))
+
+
+def test_fits_of_blocks_take_memory(language_model):
+    plain, fitted = in_memory(language_model), in_memory(language_model, recipe="fast")
+    assert "steps of blocks" in fitted
+    assert fitted["Grams"] > plain["Grams"]  # everything may change, and has a copy
+
+
+def test_memory_of_other_models_and_of_fine_tuning_is_not_foretold(language_model):
+    assert in_memory((nn.Linear(4, 4), [torch.randn(8, 4)])) == {}
+    model, data = language_model
+    store, tuned = Store(model), Recipe(finetune=FineTune(lr=1e-3, optimizer="adam"))
+    layers = store.select(None, None, False).layers
+    assert peaks_in_memory(store, tuned, Samples.of(data), Samples(), layers, as_pattern(0.5), 0) == {}

@@ -4,15 +4,17 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import iobs
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.progress import _memory
 from iobs.pruning.runtime import memory
-from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, reusing_memory
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, mapped_bytes, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
@@ -205,3 +207,11 @@ def test_available_memory_keeps_to_the_limits_of_its_groups(membership, folders,
 def test_a_full_group_is_not_unknown_memory(tmp_path):
     limited(tmp_path, "0::/job\n", {"sys/fs/cgroup/job": second(GIGABYTE, 5 * GIGABYTE)})
     assert available(tmp_path) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_tensors_of_mapped_files_are_told_apart(tmp_path):
+    save_file({"weight": torch.ones(64, 64)}, tmp_path / "weights.safetensors")
+    mapped, own = load_file(tmp_path / "weights.safetensors")["weight"], torch.ones(64, 64)
+    assert mapped_bytes([mapped, own]) == mapped.nbytes
+    assert mapped_bytes([own, torch.empty(0)]) == 0

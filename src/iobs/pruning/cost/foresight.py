@@ -10,6 +10,7 @@ import torch
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.inputs import with_affordable_epochs, with_affordable_steps
+from iobs.pruning.cost.memory import peaks_in_memory, present_bytes
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.within import fitting, form_of
 from iobs.pruning.cost.work import Prices, Work, forecast
@@ -135,6 +136,21 @@ class Foresight:
         return fitting(recipe, self.pattern, seconds, foretold)
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What a run of a model in memory will take.
+
+    Args:
+        forecast: its work and time.
+        peaks: peak bytes of memory by phase; empty where they are not foretold.
+        form: note on the form of the recipe that ends in a given time; empty without one.
+    """
+
+    forecast: Forecast
+    peaks: dict[str, int]
+    form: str = ""
+
+
 def foresee(
     store: Store,
     recipe: Recipe,
@@ -145,8 +161,8 @@ def foresee(
     holdout: float,
     seed: int,
     within: float | None = None,
-) -> tuple[Forecast, str]:
-    """The work of a run of a model in memory and its time, before it; the model is unchanged.
+) -> Foreseen:
+    """The work of a run of a model in memory, its time and its memory, before it; the model is unchanged.
 
     Args:
         store: of the model, which is in memory.
@@ -157,13 +173,32 @@ def foresee(
         holdout: share of the samples that is held out.
         seed: of the run.
         within: seconds that the run may take, or None.
-
-    Returns:
-        The forecast, and a note on the form of the recipe that ends in time.
     """
+    present, layers = present_bytes(store.device), tuple(patterns)  # before passes of the model, which load code
     with store.prepared(), evaluating(store.model):
-        foresight = Foresight.of(store, recipe, patterns, pattern, data, holdout, seed)
-        if within is None:
-            return foresight.forecast(recipe), ""
-        number, note = foresight.within(recipe, within)
-        return foresight.forecast(form_of(recipe, pattern, number), grown=True), note
+        foresight, form = Foresight.of(store, recipe, patterns, pattern, data, holdout, seed), ""
+        if within is not None:
+            number, form = foresight.within(recipe, within)
+            recipe = form_of(recipe, pattern, number)
+        forecast = foresight.forecast(recipe, grown=within is not None)
+    return Foreseen(forecast, foresee_peaks(store, recipe, layers, pattern, data, holdout, seed, present), form)
+
+
+def foresee_peaks(
+    store: Store,
+    recipe: Recipe,
+    layers: Sequence[Layer],
+    pattern: Pattern,
+    data: Sequence[Batch],
+    holdout: float,
+    seed: int,
+    present: int | None = None,
+) -> dict[str, int]:
+    """Peak bytes of memory of a run of a model in memory, by phase, from its sizes alone; see `peaks_in_memory`.
+
+    The arguments are those of `foresee`; `present` is what the process takes before the run, by default now.
+    """
+    recipe = with_affordable_epochs(recipe, layers, data, store.device)
+    fit, heldout = split(Samples.of([*data]), holdout, seed)
+    present = present_bytes(store.device) if present is None else present
+    return peaks_in_memory(store, recipe, fit, heldout, layers, pattern, present)

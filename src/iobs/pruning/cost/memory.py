@@ -389,7 +389,7 @@ def plan(
         parked: finished Grams of wide layers are in mapped files.
         pattern: of the run.
     """
-    present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    present = present_bytes(device)
     sizes = replace(sizes, tokens=max(tokens), step_tokens=max(steps))
     streams = streams_bytes(sizes, recipe, holdout, tokens, steps, samples, pattern)
     grams = GramSizes.of(sizes, recipe, holdout > 0, parked)
@@ -413,13 +413,24 @@ def plan(
     )
 
 
+def present_bytes(device: torch.device) -> int:
+    """Bytes that a process takes before a run, with the code that a run loads."""
+    return resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
+
+
 def peaks_in_memory(
-    store: Store, recipe: Recipe, fit: Samples, heldout: Samples, layers: Sequence[Layer], pattern: Pattern
+    store: Store,
+    recipe: Recipe,
+    fit: Samples,
+    heldout: Samples,
+    layers: Sequence[Layer],
+    pattern: Pattern,
+    present: int,
 ) -> dict[str, int]:
     """Peak bytes of every phase of a run with the whole model in memory; empty where they are not foretold.
 
     They are foretold for language models, whose configuration says their sizes, and without fine-tuning of the whole
-    network. Call it before the run, when the model has been loaded.
+    network.
 
     Args:
         store: of the model.
@@ -428,6 +439,7 @@ def peaks_in_memory(
         heldout: held-out samples.
         layers: the layers to prune.
         pattern: of the run.
+        present: `present_bytes`, when the model has been loaded.
     """
     config, fitting = getattr(store.model, "config", None), recipe.blocks
     vocabulary, hidden, blocks = (
@@ -456,10 +468,8 @@ def peaks_in_memory(
         blocks=blocks,
         whole=True,
     )
-    device = store.device
     whole, pruned = sum(bytes_of.values()), sum(bytes_of[name] for name in names)
     changed = whole if fitting else pruned
-    present = resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
     copies = changed + (whole if recipe.needs_dense_model else 0)
     written = mapped_bytes(tensors[name] for name in (tensors if fitting else names))
     holdout = heldout.samples / every.samples
@@ -471,7 +481,7 @@ def peaks_in_memory(
     }
     compared = max(token_count(batch) for batch in (heldout if heldout.batches else fit).batches)
     if heldout.batches:  # as many of the others are compared too
-        compared = max(compared, min(sum(map(token_count, heldout.batches)), *map(token_count, fit.batches)))
+        compared = max(compared, min(sum(map(token_count, heldout.batches)), max(map(token_count, fit.batches))))
     scores = compared * vocabulary
     further = _COMPARED_WHOLE * scores if scores <= WHOLE else _COMPARED_PIECES * PIECE
     phases["comparison"] = present + copies + written + pruned + itemsize * _COMPARED * scores + 4 * further
