@@ -76,7 +76,8 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
     started, census = time.perf_counter(), Census.of(workspace.store.model)
     # On any failure this restores the dense weights.
     with workspace.memory.watching(), workspace.store.running(workspace.request.patterns):
-        dense, foretell = prepare(workspace, census), forecaster(workspace)
+        loss, foretell = prepare(workspace, census), forecaster(workspace)
+        scores = score_of_dense(workspace)  # after the first forecast, which does not need it
         plan, allocation = allocate(workspace)
         importance = workspace.importance  # of the dense model, so before the first projection
         workspace.store.set_patterns(plan)
@@ -100,7 +101,7 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
             workspace.store.restore(weights)
             best.consider(finetune_last(workspace, projection, plan, step, len(best.records)))
         workspace.store.restore(best.weights)
-        report = report_of(workspace, best, dense, census, allocation, time.perf_counter() - started)
+        report = report_of(workspace, best, (loss, scores), census, allocation, time.perf_counter() - started)
         if ends:
             workspace.callbacks.on_end(report)
         return report
@@ -254,11 +255,11 @@ class Best:
                 self.weights = self._work.store.snapshot()
 
 
-def prepare(workspace: Workspace, census: Census) -> tuple[ComparisonLoss, Scores]:
-    """Measure the dense model, limit the gradient steps to their affordable number, and check their losses.
+def prepare(workspace: Workspace, census: Census) -> ComparisonLoss:
+    """Limit the gradient steps to their affordable number, and check their losses.
 
     Returns:
-        The loss that compares rounds, with its value of the dense model, and the score of the dense model.
+        The loss that compares rounds, with its value of the dense model.
     """
     workspace.decided = decide_steps(workspace)
     layers, decided = workspace.selection.layers, workspace.decided
@@ -268,7 +269,7 @@ def prepare(workspace: Workspace, census: Census) -> tuple[ComparisonLoss, Score
         workspace.callbacks.on_start(workspace.store.model, [layer.name for layer in layers], decided.rounds.count)
     warn_of_coverage(workspace, census.coverage(workspace.selection, 0))
     if workspace.scoring is None:
-        return ComparisonLoss("not measured"), {}
+        return ComparisonLoss("not measured")
     sampled = workspace.scoring.windows_to_sample() > 0
     workspace.decided = with_affordable_steps(decided, workspace.store.model, layers, workspace.fit, sampled)
     # NaN is no error here: the sweep names the layer that causes it.
@@ -278,8 +279,15 @@ def prepare(workspace: Workspace, census: Census) -> tuple[ComparisonLoss, Score
     for step in (workspace.decided.rounds.finetune, workspace.decided.finetune):
         if step is not None:
             workspace.require_gradient(step)
+    return ComparisonLoss(workspace.scoring.name, loss)
+
+
+def score_of_dense(workspace: Workspace) -> Scores:
+    """Accuracy or perplexity of the dense model, before the first projection; empty without losses of the model."""
+    if workspace.scoring is None:
+        return {}
     with workspace.store.as_dense():
-        return ComparisonLoss(workspace.scoring.name, loss), score_of(workspace)
+        return score_of(workspace)
 
 
 def forecaster(workspace: Workspace) -> Callable[[], object]:

@@ -151,8 +151,9 @@ class Passes:
 def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
     """A pass of the whole model."""
     with observing_inputs(store.model, layers, POSITIONS) as observed:
-        batches.forward(store.model, batch)
-    seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
+        seconds = timed(lambda: batches.forward(store.model, batch), store.device, 1)
+    if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
+        seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
     return Passes(seconds, 0.0, observed)
 
 
