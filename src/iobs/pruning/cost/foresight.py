@@ -138,7 +138,7 @@ class Foresight:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a run of a model in memory will take.
+    """Time and memory that a run of a model in memory will take.
 
     Args:
         forecast: its work and time.
