@@ -67,6 +67,10 @@ class DampingWarning(UserWarning):
     """The damping of a Hessian was raised because its Cholesky factorisation failed."""
 
 
+class SeparationWarning(UserWarning):
+    """A column tells the outcomes apart, so that its coefficient has no finite best value."""
+
+
 class CoverageWarning(UserWarning):
     """Much of a model stayed dense for a reason that can surprise."""
 

@@ -12,7 +12,7 @@ from regression_commands import refused, run, write_table
 
 from iobs import SparseCox
 from iobs.data.fitted import Fitted
-from iobs.errors import DataError, ModelError
+from iobs.errors import DataError, ModelError, SeparationWarning
 from iobs.optimize.estimators.survival import baseline, concordance
 
 NAMES = ["age", "dose", "luck", "height"]
@@ -186,3 +186,11 @@ def test_wrong_bounds_are_refused(tmp_path, rng):
         with pytest.raises(DataError, match=said):
             run("solve", file, "-k", 2, *options)
     assert "proves nothing within bounds" in refused("solve", file, "--non-negative", "--near", "0.1")
+
+
+def test_a_separating_column_is_named(patients, tmp_path):
+    _, X, time, status = patients
+    file = tmp_path / "lost.csv"
+    write_table(file, [*NAMES, "ward", "lost", "time", "status"], X, 1 - status, time, status)
+    with pytest.warns(SeparationWarning, match="separated by lost: the best coefficient is infinite"):
+        run("solve", file, "--target", "time", "--event", "status", "-k", 3)

@@ -224,6 +224,7 @@ def test_minimize_fits_exactly_if_k_exceeds_samples(rng):
     assert result.support.size <= 20
 
 
+@pytest.mark.filterwarnings("ignore::iobs.errors.SeparationWarning")
 def test_minimize_is_finite_if_classes_are_separable(rng):
     X = rng.standard_normal((40, 6))
     for y in (X[:, 2] > 0, np.ones(40), np.zeros(40)):

@@ -64,6 +64,7 @@ def test_solve_writes_table_json_and_picture(numbers, tmp_path):
     assert "c4" not in forced
 
 
+@pytest.mark.filterwarnings("ignore::iobs.errors.SeparationWarning")
 @pytest.mark.parametrize("k", ["cv", 1])
 def test_solve_treats_text_targets_as_classes(k, numbers, tmp_path):
     X, _ = numbers

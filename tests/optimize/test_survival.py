@@ -119,6 +119,7 @@ def test_samples_of_weight_zero_count_as_left_out(table):
     np.testing.assert_allclose(found.baseline_hazard_, left.baseline_hazard_, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::iobs.errors.SeparationWarning")
 def test_a_model_that_fits_all_events_has_no_overflow(table):
     X, y = table
     y[:, 1] = np.arange(200) == np.argmax(X[:, 2])  # one event, of the sample with the largest feature

@@ -64,9 +64,11 @@ class SolveResult:
 def best_columns(problem: Regression, k: str, seed: int) -> SolveResult:
     """Choose k if it is a criterion, then fit every k up to it; the last fit by the best known method."""
     from iobs.optimize.estimators.base import fit_from_zero
+    from iobs.optimize.refit.separation import warn_of_separation
 
     estimator = problem.estimator(k, seed)
     data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
+    warn_of_separation(path.objective, path.fit, problem.names)
     return SolveResult(problem, estimator, data, path)
 
 
@@ -80,6 +82,7 @@ def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
     from iobs.errors import DataError
     from iobs.optimize.estimators.base import fit_supports
     from iobs.optimize.estimators.knockoffs import knockoff_filter
+    from iobs.optimize.refit.separation import warn_of_separation
 
     table = problem.table
     if len(table.classes) > 2:
@@ -93,6 +96,7 @@ def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
     order = chosen.support[np.argsort(-chosen.statistics[chosen.support], kind="stable")]
     supports = [order[:k] for k in range(order.size + 1)]
     data, path = fit_supports(estimator, table.X, problem.answers, supports)
+    warn_of_separation(path.objective, path.fit, problem.names)
     return SolveResult(problem, estimator, data, path, chosen)
 
 

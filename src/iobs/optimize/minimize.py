@@ -22,6 +22,8 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem
+from iobs.optimize.refit.newton import Fit
+from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
 
 
@@ -182,6 +184,8 @@ def _record(number: int, old: State, new: State, seconds: float) -> Record:
 
 
 def _result(problem: Problem, best: State, converged: bool, message: str, history: list[Record]) -> MinimizeResult:
+    support = np.union1d(np.flatnonzero(best.theta), problem.forced).astype(np.int64)
+    warn_of_separation(problem.objective, Fit(support, best.theta, best.value, best.gradient))
     theta, intercept = problem.objective.split(best.theta)
     return MinimizeResult(theta, np.flatnonzero(theta), best.value, converged, message, history, intercept)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 
@@ -89,6 +89,15 @@ class Problem:
         mask[self.forced] = False
         mask[self.objective.constant_coordinates()] = False
         return mask
+
+    def without_copies(self, *, penalised: bool = False, bounded: bool = False) -> Problem:
+        """The problem in which of equal columns a single one may be chosen; arguments as `copied_coordinates`."""
+        copies = self.objective.copied_coordinates(penalised=penalised, bounded=bounded)
+        if not copies.size:
+            return self
+        allowed = np.ones(self.dimension, dtype=np.bool_) if self.allowed is None else self.allowed.copy()
+        allowed[copies] = False
+        return replace(self, allowed=allowed)
 
     @cached_property
     def at_zero(self) -> tuple[float, Array]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, Typed
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin
 from sklearn.model_selection import BaseCrossValidator, GroupKFold, check_cv
 from sklearn.utils import Tags
@@ -36,6 +36,7 @@ from iobs.optimize.objectives.design import (
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.refit.newton import Fit, refit
+from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.hierarchy import Hierarchy
@@ -158,6 +159,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """The validated targets as numbers."""
         return np.asarray(target, dtype=np.float64)
 
+    def _strata(self, data: Observations) -> Array | None:
+        """What every fold of the cross-validation has the same share of, (n,); None for folds of neighbouring rows."""
+        return None
+
     def _sample_count(self, data: Observations) -> float:
         """The number of samples that information criteria count."""
         return float(data.weights.sum())
@@ -185,7 +190,9 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """
         data = self._observe(X, y, sample_weight, offset)
         with few_threads(data.X.shape[0] * data.X.shape[1]):
-            self._store(data, self._search(data, sample_groups))
+            path = self._search(data, sample_groups)
+            self._store(data, path)
+        warn_of_separation(path.objective, path.fit, self._names())
         return self
 
     def _observe(
@@ -417,12 +424,13 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _splits(self, data: Observations, sample_groups: npt.ArrayLike | None) -> Iterator[tuple[Indices, Indices]]:
         """The training and the held-out samples of every fold."""
-        folds = check_cv(self.cv, data.y, classifier=isinstance(self, ClassifierMixin))
+        strata = self._strata(data)
+        folds = check_cv(self.cv, strata, classifier=strata is not None)
         if sample_groups is not None and (self.cv is None or isinstance(self.cv, (int, np.integer))):
             folds = GroupKFold(folds.get_n_splits())
         if self.k == "cv-1se" and folds.get_n_splits(data.X, data.y, sample_groups) < 2:
             raise ProblemError('k="cv-1se" needs at least two folds for a standard error; raise cv, or give k="cv".')
-        return iter(folds.split(data.X, data.y, sample_groups))
+        return iter(folds.split(data.X, data.y if strata is None else strata, sample_groups))
 
     def _cross_validate(
         self, data: Observations, sizes: list[int], splits: Iterator[tuple[Indices, Indices]], bounds: Bounds | None
@@ -435,7 +443,10 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
                     f"All sample weights are zero in fold {number} of the cross-validation or in all others; shuffle "
                     "the rows, or leave those of weight zero out."
                 )
-            objective, held_out = self._objective(data.rows(train)), data.rows(test)
+            try:
+                objective, held_out = self._objective(data.rows(train)), data.rows(test)
+            except ProblemError as error:
+                raise ProblemError(f"The samples outside fold {number} of the cross-validation: {error}") from error
             groups = self._groups(objective, data.X.shape[1])
             fits = fit_path(objective, groups, sizes, False, self.random_state, exact=False, bounds=bounds)
             losses = np.array([self._held_out(held_out, fit, objective) for fit in fits])

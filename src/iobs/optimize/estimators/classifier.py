@@ -62,6 +62,9 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
             self._refuse_offset(offset)
         return data
 
+    def _strata(self, data: Observations) -> Array:
+        return data.y
+
     def _encode(self, target: Labels) -> Array:
         check_classification_targets(target)
         self.classes_: Labels

@@ -82,7 +82,8 @@ class SparseCox(SparseEstimator):
     Args:
         k: see `SparseRegressor`; the criteria count events, not samples (Volinsky and Raftery 2000), and
             cross-validation takes the partial likelihood of the held-out fold.
-        ties: "efron" or "breslow".
+        ties: "efron" or "breslow". With "efron" sample weights do not equal repeated rows, which are further ties:
+            tied events take their mean weight. With "breslow" they do.
         ridge: weight of 1/2 norm(coef)^2, with coefficients per standard deviation of their features.
         max_k: see `SparseRegressor`, with events as n.
         groups: see `SparseRegressor`.
@@ -157,6 +158,9 @@ class SparseCox(SparseEstimator):
         nothing = np.zeros((margin.size, 1))
         held_out = Cox(nothing, times, events, ties=self.ties, sample_weight=data.weights, offset=margin)
         return held_out.value(np.zeros(1))
+
+    def _strata(self, data: Observations) -> Array:
+        return data.y[:, 1]
 
     def _sample_count(self, data: Observations) -> float:
         return float((data.weights * data.y[:, 1]).sum())

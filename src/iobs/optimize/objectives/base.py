@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from iobs.errors import NonFiniteError
-from iobs.optimize.objectives.design import Array, DenseDesign, Design, Indices
+from iobs.optimize.objectives.design import Array, DenseDesign, Design, Indices, copies_of_columns
 
 
 class Objective(Protocol):
@@ -75,6 +75,15 @@ class Objective(Protocol):
         """Coordinates that f does not depend on, such as zero columns; they never enter a support."""
         return np.zeros(0, np.int64)
 
+    def copied_coordinates(self, *, penalised: bool = True, bounded: bool = False) -> Indices:
+        """Coordinates whose column is a multiple of another one: a support needs one of them.
+
+        Args:
+            penalised: also those with a ridge, of which two are better than one.
+            bounded: only copies with the factor 1, since bounds tell multiples apart.
+        """
+        return np.zeros(0, np.int64)
+
 
 class DesignObjective(Objective, Protocol):
     """Base class of functions of X theta plus a ridge term.
@@ -124,8 +133,19 @@ class DesignObjective(Objective, Protocol):
         part.design = DenseDesign(np.asfortranarray(self.design.columns(columns)))
         part.dimension, part.forced = support.size, np.zeros(0, np.int64)
         part.ridge, part.squares = self.ridge[support], self.squares[columns]
+        vars(part).pop("_copies", None)
         return part
 
     def constant_coordinates(self) -> Indices:
         """Coordinates of zero columns without ridge."""
         return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)
+
+    @cached_property
+    def _copies(self) -> Array:
+        """Factors of the columns that are multiples of others (d,)."""
+        return copies_of_columns(self.design, self.squares, self.forced if self.outputs == 1 else self.forced[:0])
+
+    def copied_coordinates(self, *, penalised: bool = True, bounded: bool = False) -> Indices:
+        """Coordinates whose column is a multiple of another one, with all coordinates of the column."""
+        copies = np.repeat(np.abs(self._copies - 1) < 1e-9 if bounded else self._copies != 0, self.outputs)
+        return np.flatnonzero(copies if penalised else copies & (self.ridge == 0)).astype(np.int64)

@@ -93,8 +93,9 @@ class Cox(DesignObjective):
         events: (n,) true or 1 where the event happened, false or 0 where the sample was censored.
         ties: "efron" or "breslow".
         ridge: as `Logistic`.
-        sample_weight: (n,) non-negative; tied events take their mean weight, as in R's survival. A sample of weight
-            zero counts as if it were left out.
+        sample_weight: (n,) non-negative. A sample of weight zero counts as if it were left out. Whole numbers count
+            rows, but not with Efron's ties: there tied events take their mean weight, as in R's survival, which is not
+            the same as repeated rows, which are ties of their own.
         forced: columns that are always in the support and not counted in k.
         offset: (n,) known part of the margins; zero if not given.
 
@@ -128,6 +129,7 @@ class Cox(DesignObjective):
         if rows is not None:
             design, when, happened = design.samples(rows), when[rows], happened[rows]
             weights, self.offset = weights[rows], self.offset[rows]
+        self.offset = self.offset - self.offset.mean()  # f does not depend on its origin, but rounding does
         ones = np.ones(when.size)
         self.design = centring.centre(design, ones, centring.column_means(design, weights, weights.sum()))
         self.weights = weights

@@ -61,6 +61,9 @@ class Family(LinearModel):
             always, penalty = np.append(always, design.shape[1]), np.append(penalty, 0.0)
             design, self.mean = centring.with_intercept(design, weights)
         super().__init__(design, target, weights, penalty, always)
+        if intercept and self.offset is not None:
+            self.level = self._best_level()
+            self.offset = self.offset + self.level
 
     @abstractmethod
     def _accepted(self, target: Array) -> Array:

@@ -26,6 +26,8 @@ from iobs.optimize.objectives import design as designs
 from iobs.optimize.objectives.base import DesignObjective
 from iobs.optimize.objectives.design import Array, Design, Indices, MatrixLike, VectorLike
 
+_LEVEL = 1e-3  # accuracy of the constant that is added to an offset; the intercept takes the rest
+
 
 class LinearModel(DesignObjective):
     """Base class of f(theta) = sum_i w_i l(x_i^T theta, y_i) + ridge; a subclass gives l and its two derivatives."""
@@ -33,6 +35,7 @@ class LinearModel(DesignObjective):
     quadratic = False
     mean: Array | None = None  # means of the columns (d,) at which the design is centred; None without an intercept
     offset: Array | None = None  # known part of the margins (n,); None for zero
+    level: float = 0.0  # what was added to the given offset, and belongs to the intercept
 
     def __init__(self, design: Design, target: Array, weights: Array, ridge: Array, forced: Indices) -> None:
         self.design = design
@@ -149,13 +152,30 @@ class LinearModel(DesignObjective):
         """The coefficients of the features, and the intercept."""
         if self.mean is None:
             return theta, 0.0
-        return theta[:-1], float(theta[-1] - self.mean @ theta[:-1])
+        return theta[:-1], float(theta[-1] - self.mean @ theta[:-1]) + self.level
 
     def restricted(self, support: Indices) -> Self:
         """The same loss on the columns in `support`."""
         part = super().restricted(support)
         part.mean = None
         return part
+
+    def _best_level(self) -> float:
+        """The constant that is best where the margins are it plus the offset, by bisection.
+
+        A search that begins there gives the same model for every origin of the offset.
+        """
+        assert self.offset is not None
+        origin = float(self.offset.mean())
+        spread = float(np.abs(self.offset - origin).max()) + 50.0
+        low, high = -spread, spread
+        with np.errstate(over="ignore", invalid="ignore"):
+            while high - low > _LEVEL:
+                middle = 0.5 * (low + high)
+                slope = float(self.weights @ self.slopes(self.offset - origin + middle))
+                # Terms that overflow have both signs for no family: not a number means that all are infinite.
+                low, high = (low, middle) if slope > 0 or (np.isnan(slope) and middle > 0) else (middle, high)
+        return 0.5 * (low + high) - origin
 
 
 class LeastSquares(LinearModel):

@@ -80,6 +80,7 @@ def stages(
         kicks: largest number of random restarts around the best support.
         empty: the fit of the forced coordinates alone, if known.
     """
+    problem = problem.without_copies()
     n_below_d = problem.objective.rank < problem.dimension
     gram = None if n_below_d or problem.size == 0 else by_gram(problem.objective)
     if gram is None:

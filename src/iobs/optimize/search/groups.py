@@ -105,7 +105,8 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
     promised = None
     if bounds is not None:
         promised = bounds.promised(fit.theta, fit.gradient, groups.objective.hessian_diagonal(fit.theta))
-    dead = set(groups.objective.constant_coordinates().tolist())
+    copies = groups.objective.copied_coordinates(bounded=bounds is not None)
+    dead = {*groups.objective.constant_coordinates().tolist(), *copies.tolist()}
     gains: list[tuple[float, int]] = []
     for number, members in enumerate(groups.members):
         if number in chosen or number in groups.forced or dead.issuperset(members.tolist()):

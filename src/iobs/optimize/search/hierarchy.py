@@ -228,6 +228,7 @@ class _HierarchicalSearch:
         """The `count` additions of each size whose single steps promise most, best first."""
         gain = fit.gradient**2 / np.maximum(self.objective.hessian_diagonal(fit.theta), 1e-300)
         gain[self.objective.constant_coordinates()] = -np.inf
+        gain[self.objective.copied_coordinates()] = -np.inf
         promising: dict[int, list[Terms]] = {}
         for size, offers in self.hierarchy.additions(chosen, room).items():
             scores = gain[offers].sum(axis=1)

@@ -31,6 +31,7 @@ from iobs.optimize.refit.kernels import factorise, solve
 from iobs.optimize.refit.kernels import inverse as inverse_of
 
 _SHRUNK, _VANISHED = 1e-3, 1e-12  # bounds of a vanishing gradient, as in `pursuits.solved`
+_NOTHING = 1e-290  # curvatures up to this one have underflowed: coefficients without bound
 _LIMIT = 1000  # most exchanges and refits from one start
 
 
@@ -264,7 +265,7 @@ def best_swap(state: SwapState, diagonal: Array) -> tuple[int, int, float]:
     k, m = projection.shape
     leaving, entering, least = -1, -1, 0.0
     for i in range(k):
-        if locked[i]:
+        if locked[i] or inverse[i, i] == 0.0:
             continue
         cost = theta[i] * theta[i] / inverse[i, i]
         ratio = theta[i] / inverse[i, i]
@@ -275,7 +276,7 @@ def best_swap(state: SwapState, diagonal: Array) -> tuple[int, int, float]:
             u = projection[i, j]
             slope = gradient[j] - ratio * u
             curvature = schur[j] + share * u * u
-            gain = slope * slope / curvature if curvature > 1e-9 * diagonal[j] else 0.0
+            gain = slope * slope / curvature if curvature > max(1e-9 * diagonal[j], _NOTHING) else 0.0
             change = cost - gain * allowed[j]
             if change < low:
                 low, at = change, j
@@ -375,7 +376,7 @@ def remove_greedily(inverse: Array, centre: Array, locked: Booleans, kept: Boole
     for _ in range(count):
         chosen, least = -1, np.inf
         for i in range(d):
-            if kept[i] and not locked[i]:
+            if kept[i] and not locked[i] and inverse[i, i] != 0.0:
                 cost = centre[i] * centre[i] / inverse[i, i]
                 if cost < least:
                     chosen, least = i, cost

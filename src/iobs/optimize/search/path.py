@@ -44,10 +44,12 @@ def path(
             rounding relative to f(0), which is enough to predict.
     """
     if thorough and len(sizes) == 1 and isinstance(objective, LinearModel):  # this search is as good as the path
-        return [list(auto.stages(Problem(objective, sizes[0], rng=np.random.default_rng(seed))))[-1].fit]
+        problem = Problem(objective, sizes[0], rng=np.random.default_rng(seed)).without_copies(penalised=True)
+        return [list(auto.stages(problem))[-1].fit]
     searched = by_gram(objective) or objective
     if isinstance(searched, GramLeastSquares) and searched.complete and not thorough:
-        problem = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
+        largest = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
+        problem = largest.without_copies(penalised=True)
         compiled = gram_search.path_fits(problem, searched, sizes)
         if compiled is not None:
             return [on_data(objective, fit) for fit in compiled] if exact else compiled
@@ -55,7 +57,7 @@ def path(
     fit: Fit | None = None
     gram = None
     for size in sizes:
-        problem = Problem(searched, size, rng=np.random.default_rng(seed))
+        problem = Problem(searched, size, rng=np.random.default_rng(seed)).without_copies(penalised=True)
         swapper = Swapper(problem, gram=gram)
         fit = _extend(problem, refit(searched, np.sort(problem.forced)) if fit is None else fit)
         fit = swapper.improve(fit)
