@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 import numpy as np
@@ -25,6 +25,7 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import Fit
 from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
+from iobs.optimize.search.saddles import NO_MINIMUM, lower_point
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,14 @@ def minimize(
         _require_finite(problem)
         bounds = Bounds.of(lower, upper, objective.split(np.zeros(objective.dimension))[0].size)
         chosen = _method(method) if bounds is None else _bounded(method, bounds.extended(objective.dimension))
-        return run(problem, chosen, _start(objective, theta0), max_steps, tol, callback)
+        start = _start(objective, theta0)
+        # Bounds are tried by f itself; without them a start that is a saddle or a maximum would be the end.
+        lower_start = None if bounds is not None else _leave(problem, start)
+        start = start if lower_start is None else lower_start
+        result = run(problem, chosen, start, max_steps, tol, callback)
+        if bounds is None and result.converged and lower_point(problem, result.theta) is not None:
+            return replace(result, message=NO_MINIMUM)
+        return result
 
 
 def run(
@@ -204,6 +212,12 @@ def _bounded(method: str | Method, bounds: Bounds) -> Method:
     if method != "auto":
         raise ProblemError('Bounds on the coefficients work with method="auto" only; leave the method out.')
     return BestKnown(bounds=bounds)
+
+
+def _leave(problem: Problem, start: Array | None) -> Array | None:
+    """A point below a start that is stationary but no minimum; None for any other start."""
+    point = problem.truncate(np.zeros(problem.dimension) if start is None else start)
+    return lower_point(problem, point)
 
 
 def _require_finite(problem: Problem) -> None:

@@ -10,6 +10,7 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, bounded, pursuits
+from iobs.optimize.search.saddles import is_convex
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class BestKnown(Method):
             text = self._optimality(problem, state)
             return State(state.theta, state.value, state.gradient, state.memory, True, False, text)
         fit = stage.fit
-        message = auto.GLOBAL if self.bounds is None and stage.optimal and problem.size else stage.name
+        vanishes = self.bounds is None and stage.optimal and problem.size
+        message = (auto.GLOBAL if is_convex(problem) else auto.FLAT) if vanishes else stage.name
         return State(fit.theta, fit.value, fit.gradient, state.memory, stage.optimal, True, message)
 
     def _optimality(self, problem: Problem, state: State) -> str:

@@ -23,11 +23,13 @@ class Objective(Protocol):
         dimension: d.
         forced: coordinates that are always in the support and not counted in k.
         quadratic: whether the Hessian is the same everywhere.
+        convex: whether f is known to be convex, so that a stationary point is a minimum.
     """
 
     dimension: int
     forced: Indices
     quadratic: bool
+    convex: bool = False
 
     @property
     def rank(self) -> int:
@@ -94,6 +96,8 @@ class DesignObjective(Objective, Protocol):
         ridge: weight of 1/2 theta_j^2 of every coordinate (d,).
         outputs: number of coefficients that a column of X has.
     """
+
+    convex = True
 
     design: Design
     weights: Array

@@ -33,6 +33,7 @@ class GramLeastSquares(Objective):
     """
 
     quadratic = True
+    convex = True
 
     def __init__(self, source: LeastSquares) -> None:
         self.source = copy(source)  # `source` itself refers to this object, and a cycle would keep both in memory

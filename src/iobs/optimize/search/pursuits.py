@@ -157,6 +157,8 @@ def _vanishes(fit: Fit, scale: Array, tolerance: float) -> bool:
 def settled(problem: Problem, theta: Array, gradient: Array) -> bool:
     """Check that the gradient nearly vanishes on the support, as where f has a minimiser on it."""
     slope = float(np.abs(gradient / problem.scale)[theta != 0].max(initial=0.0))
+    if problem.first_slope == 0:  # zero is a saddle or a maximum, with whose gradient nothing can be compared
+        return slope <= _SHRUNK * float(np.abs(theta * problem.scale).max(initial=0.0))
     return slope <= _SHRUNK * problem.first_slope
 
 
