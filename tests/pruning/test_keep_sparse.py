@@ -4,9 +4,10 @@ import pytest
 import torch
 from menagerie import two_sparse_layers
 from simulated_gpu import GPU
+from torch import nn
 
 import iobs
-from iobs.errors import LayerSelectionError
+from iobs.errors import LayerSelectionError, ModelError
 
 
 def zeros(model):
@@ -148,3 +149,53 @@ def test_keep_sparse_holds_zeros_of_a_model_that_moves_afterwards(gpu):
         optimizer.step()
     assert not model.weight[:, ::2].any()
     assert all(mask.device == GPU for mask in handle.masks.values())
+
+
+def test_masks_follow_a_further_prune():
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    data = [torch.randn(32, 16)]
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    iobs.prune(model, data, 0.3, "one-shot", include="0")
+    kept = iobs.keep_sparse(model, optimizer)
+    for sparsity, include in ((0.6, None), (0.2, "2")):  # more zeros, in another layer too; then fewer there
+        iobs.prune(model, data, sparsity, "one-shot", include=include)
+        before = [model[i].weight == 0 for i in (0, 2)]
+        model(data[0]).pow(2).mean().backward()
+        optimizer.step()
+        assert all(torch.equal(model[i].weight == 0, zero) for i, zero in zip((0, 2), before, strict=True))
+    kept.remove()
+    model(data[0]).pow(2).mean().backward()
+    optimizer.step()
+    assert not (model[0].weight == 0).any()
+
+
+def test_units_are_not_removed_under_a_live_handle():
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    data = [torch.randn(32, 16)]
+    iobs.prune(model, data, 0.3, "one-shot")
+    kept = iobs.keep_sparse(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ModelError, match=r"keep_sparse is live .* remove\(\) .* new optimizer"):
+        iobs.prune(model, data, iobs.Structured(0.3), "one-shot")
+    kept.remove()
+    iobs.prune(model, data, iobs.Structured(0.3), "one-shot")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "advice"),
+    [
+        (iobs.Grid(3), "and the grid in one run"),
+        (0.2, "keep_zeros=True"),
+        (iobs.Structured(0.3), "Remove units first"),
+    ],
+    ids=str,
+)
+def test_a_run_that_loses_zeros_says_so(pattern, advice):
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)), [torch.randn(128, 16)]
+    assert not any("zeros that" in note for note in iobs.prune(model, data, 0.5, "one-shot").notes)
+    notes = iobs.prune(model, data, pattern, "one-shot").notes
+    assert any("zeros that the matrices had hold values now" in note and advice in note for note in notes)
+    if pattern == 0.2:
+        iobs.prune(model, data, 0.5, "one-shot")
+        notes = iobs.prune(model, data, pattern, "one-shot", keep_zeros=True).notes
+        assert not any("zeros that" in note for note in notes)

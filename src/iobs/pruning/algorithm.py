@@ -21,7 +21,7 @@ from itertools import count
 
 from torch import Tensor
 
-from iobs.core.grids import grid_of
+from iobs.core.grids import Budget, grid_of
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -421,6 +421,7 @@ def report_of(
     loss, before = dense
     coverage = census.coverage(workspace.selection, workspace.store.zeros())
     warn_of_coverage(workspace, coverage)
+    _note_lost_zeros(workspace)
     workspace.note_memory()
     return Report(
         settings=workspace.facts(),
@@ -435,6 +436,20 @@ def report_of(
         notes=workspace.callbacks.notes,
         allocation=allocation,
     )
+
+
+def _note_lost_zeros(workspace: Workspace) -> None:
+    """Note zeros of an earlier run that hold values now."""
+    if not workspace.store.whole or workspace.recipe.keep_zeros:
+        return
+    zeros, lost = workspace.store.lost_zeros()
+    if lost:
+        pattern, advice = workspace.request.pattern, "keep_zeros=True keeps them."
+        if workspace.request.sites.sites:
+            advice = "Remove units first, and prune entries afterwards."
+        elif isinstance(pattern, Budget) or grid_of(pattern) is not None:
+            advice = "Ask for the zeros and the grid in one run."
+        workspace.callbacks.on_note(f"{lost:,} of the {zeros:,} zeros that the matrices had hold values now. {advice}")
 
 
 def audited(workspace: Workspace, plan: Plan) -> list[AuditRow]:

@@ -23,6 +23,7 @@ from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.within import as_seconds, form_of, require_forms
+from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
@@ -163,7 +164,10 @@ def prune(
                 store.require_space(checkpoint)
                 affordable = with_affordable_epochs(request.recipe, selection.layers, collected, store.device)
                 request = replace(request, recipe=affordable)
-                return run(Workspace.of(store, request, selection, collected, every_callback, frozen, opened))
+                report = run(Workspace.of(store, request, selection, collected, every_callback, frozen, opened))
+    for training in live_on(store.model):
+        training.mask()
+    return report
 
 
 def _in_time(

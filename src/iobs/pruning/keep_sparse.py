@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +13,76 @@ from torch.utils.hooks import RemovableHandle
 from iobs.errors import LayerSelectionError
 
 
-@dataclass
+@dataclass(eq=False)
 class SparseTraining:
     """The hooks of `keep_sparse`; after `remove()` the weights may become dense again.
 
     Attributes:
         masks: by parameter, False at entries that stay zero; of a sharded parameter the part of this rank.
         handles: of the hooks.
+        matrices: by name the parameters that may have a mask.
     """
 
     masks: dict[nn.Parameter, Tensor]
     handles: list[RemovableHandle]
+    matrices: dict[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+        _LIVE.discard(self)
+
+    @torch.no_grad()
+    def mask(self) -> list[str]:
+        """Take the zeros that the matrices have now as the masks; return the names of those that are all zeros."""
+        found = {name: (one, _nonzeros(one)) for name, one in self.matrices.items()}
+        found = {name: (one, count) for name, (one, count) in found.items() if count < one.numel()}
+        hooked = {*self.masks}
+        self.masks.clear()
+        self.masks.update({one: _own(one) != 0 for one, count in found.values() if count})
+        for parameter in self.masks:
+            if parameter.requires_grad and parameter not in hooked:
+                self.handles.append(parameter.register_post_accumulate_grad_hook(self._drop))  # type: ignore[no-untyped-call]
+        return [name for name, (_, count) in found.items() if not count]
+
+    def before_step(self, *_: object) -> None:
+        """Drop gradients that were averaged over ranks or assigned by the user."""
+        for parameter in self.masks:
+            self._drop(parameter)
+
+    @torch.no_grad()
+    def after_step(self, *_: object) -> None:
+        """Write the zeros again."""
+        for parameter in self.masks:
+            value = _own(parameter)
+            value.masked_fill_(~self._mask_of(parameter, value), 0)
+
+    @torch.no_grad()
+    def _drop(self, parameter: nn.Parameter) -> None:
+        """Remove the gradient of the zeros of a parameter."""
+        if parameter.grad is None or parameter not in self.masks:
+            return
+        gradient = _own(parameter.grad)
+        if gradient.layout is torch.strided:
+            gradient.masked_fill_(~self._mask_of(parameter, gradient), 0)  # unlike a product, this removes NaN too
+        else:
+            gradient.mul_(self._mask_of(parameter, gradient))
+
+    def _mask_of(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """The mask on the device of a value, to which the model may have moved since."""
+        if self.masks[parameter].device != value.device:
+            self.masks[parameter] = self.masks[parameter].to(value.device)
+        return self.masks[parameter]
+
+
+_LIVE: WeakSet[SparseTraining] = WeakSet()  # those whose hooks act; the hooks keep them alive
+
+
+def live_on(model: nn.Module) -> list[SparseTraining]:
+    """The handles of `keep_sparse` that hold zeros of a model's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [each for each in _LIVE if any(id(one) in own for one in each.matrices.values())]
 
 
 @torch.no_grad()
@@ -45,7 +100,8 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
         optimizer: the optimizer that steps on these parameters; also in the wrapper of `accelerate`.
 
     Returns:
-        A handle; its `remove()` removes the masks.
+        A handle; its `remove()` removes the masks. While it is live, a further `iobs.prune` of the model changes the
+        masks to the new zeros.
 
     Raises:
         LayerSelectionError: no matrix that the optimizer steps on holds a zero.
@@ -53,52 +109,24 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # a wrapper such as accelerate's has no hooks of its own
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = {
-        name: (parameter, _nonzeros(parameter))
+    matrices = {
+        name: parameter
         for name, parameter in model.named_parameters()
         if id(parameter) in stepped and parameter.ndim >= 2
     }
-    found = {name: (one, count) for name, (one, count) in found.items() if count < one.numel()}
-    empty = [name for name, (_, count) in found.items() if not count]
-    if empty:
+    training = SparseTraining({}, [], matrices)
+    if empty := training.mask():
         warnings.warn(f"{', '.join(empty)}: all zeros, so taken for not yet trained, and not kept.", stacklevel=2)
-    masks = {parameter: _own(parameter) != 0 for name, (parameter, _) in found.items() if name not in empty}
-    if not masks:
+    if not training.masks:
         raise LayerSelectionError(
             "There are no zeros to keep: prune the model first, and give the optimizer that steps on its weights."
         )
-
-    def mask_of(parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """The mask on the device of a value, to which the model may have moved since."""
-        if masks[parameter].device != value.device:
-            masks[parameter] = masks[parameter].to(value.device)
-        return masks[parameter]
-
-    @torch.no_grad()
-    def drop(parameter: nn.Parameter) -> None:
-        if parameter.grad is None:
-            return
-        gradient = _own(parameter.grad)
-        if gradient.layout is torch.strided:
-            gradient.masked_fill_(~mask_of(parameter, gradient), 0)  # unlike a product, this removes NaN too
-        else:
-            gradient.mul_(mask_of(parameter, gradient))
-
-    @torch.no_grad()
-    def before(*_: object) -> None:  # covers gradients that were averaged over ranks or assigned by the user
-        for parameter in masks:
-            drop(parameter)
-
-    @torch.no_grad()
-    def after(*_: object) -> None:
-        for parameter in masks:
-            value = _own(parameter)
-            value.masked_fill_(~mask_of(parameter, value), 0)
-
-    steps = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-    trained = [parameter for parameter in masks if parameter.requires_grad]
-    gradients = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]  # type: ignore[no-untyped-call]
-    return SparseTraining(masks, steps + gradients)
+    training.handles += [
+        optimizer.register_step_pre_hook(training.before_step),
+        optimizer.register_step_post_hook(training.after_step),
+    ]
+    _LIVE.add(training)
+    return training
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -232,6 +232,12 @@ class Store(Residency):
         """Support of the original weights, by parameter: True where an entry is not zero. Matrices only."""
         return {name: value != 0 for name, value in self._original.items() if value.ndim > 1}
 
+    def lost_zeros(self) -> tuple[int, int]:
+        """Zeros of the original matrices, and how many of these entries have values now; none of matrices of zeros."""
+        now, support = dict(self.model.named_parameters()), self.support()
+        zeros = [(now[name].detach(), ~there) for name, there in support.items() if name in now and there.any()]
+        return sum(int(there.sum()) for _, there in zeros), sum(int((one != 0)[there].sum()) for one, there in zeros)
+
     def zeros(self) -> int:
         """Number of zeros among all parameters, counted entry by entry; shared parameters count once."""
         return sum(int((parameter.detach() == 0).sum()) for parameter in self.model.parameters())

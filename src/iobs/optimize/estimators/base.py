@@ -160,7 +160,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         return np.asarray(target, dtype=np.float64)
 
     def _strata(self, data: Observations) -> Array | None:
-        """Classes (n,) that every fold of the cross-validation has in equal shares; None for folds of neighbouring rows."""
+        """Classes (n,) that all folds of the cross-validation have in equal shares; None for folds of neighbours."""
         return None
 
     def _sample_count(self, data: Observations) -> float:

@@ -97,7 +97,7 @@ class DesignObjective(Objective, Protocol):
         outputs: number of coefficients that a column of X has.
     """
 
-    convex = True
+    convex: bool = True
 
     design: Design
     weights: Array

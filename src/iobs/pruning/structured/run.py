@@ -16,6 +16,7 @@ from iobs.core.structured import Runtime
 from iobs.errors import ModelError, NonFiniteError, ProblemError, first_line
 from iobs.pruning.calibration.observe import require_repeatable
 from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import adapters_of
 from iobs.pruning.network.usable import require_usable
@@ -100,6 +101,11 @@ def require_possible(store: Store, request: StructuredRequest) -> None:
         raise ModelError(
             f"{type(model).__name__} has no parameters. Modules in a plain list or dict are not registered: use "
             "nn.ModuleList or nn.ModuleDict. Quantised modules of torch have none: prune before you quantise."
+        )
+    if live_on(model):
+        raise ModelError(
+            "iobs.keep_sparse is live on the model, whose optimizer steps on parameters that would be replaced. Call "
+            "remove() on its handle first, and make a new optimizer afterwards."
         )
     for path, _ in adapters_of(model):
         raise ModelError(
