@@ -10,6 +10,7 @@ import pytest
 import torch
 from menagerie import two_sparse_layers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 import iobs
@@ -170,3 +171,34 @@ def test_unpacking_asks_for_room_first(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="Temporary files need"):
         iobs.save_packed(model, tmp_path / "again")
     assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: torch.compile(one, backend="eager"),
+        nn.DataParallel,
+        lambda one: nn.Sequential(torch.compile(one[0], backend="eager"), *one[1:]),
+    ],
+    ids=["compiled", "parallel", "compiled in part"],
+)
+def test_wrappers_leave_no_mark_in_packed_files(wrap, tmp_path):
+    def network():
+        return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    packed, plain = network(), network()
+    iobs.save_packed(wrap(packed), tmp_path / "packed")
+    wrapped = wrap(network())
+    iobs.load_packed(tmp_path / "packed", into=plain)
+    iobs.load_packed(tmp_path / "packed", into=wrapped)
+    x = torch.randn(3, 16)
+    assert torch.equal(plain(x), packed(x))
+    assert torch.equal(wrapped(x), packed(x))
+
+
+def test_complex_tensors_are_named(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].phase = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    with pytest.raises(ModelError, match=r"^0\.phase holds complex64 numbers"):
+        iobs.save_packed(model, tmp_path / "packed")
+    assert not [*tmp_path.iterdir()]

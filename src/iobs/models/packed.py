@@ -28,7 +28,7 @@ from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import check_output, copy_companions, output_directory
 from iobs.models.ready import ReadyFile, fill_packed, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
-from iobs.models.weights import write_weights
+from iobs.models.weights import DTYPES, unwrapped, write_weights
 from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.usable import require_unstored
 
@@ -57,8 +57,10 @@ def save_packed(
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
     module = model.module if isinstance(model, LoadedModel) else model
     if isinstance(module, nn.Module):
+        _require_real(module)
         require_unstored(module, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
     with ExitStack() as stack:
         if isinstance(model, str | Path):
@@ -109,6 +111,20 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
         from iobs.models import load
 
         return load(scratch).module
+
+
+def _require_real(module: nn.Module) -> None:
+    """Raise if a tensor has numbers that packed files do not have.
+
+    Raises:
+        ModelError: one does; names it.
+    """
+    for name, value in module.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{name} holds {dtype} numbers, which a packed file cannot; convert it to real ones first."
+            )
 
 
 def is_packed(path: str | Path) -> bool:

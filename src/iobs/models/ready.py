@@ -23,7 +23,15 @@ from iobs.inference.choices import Precision
 from iobs.inference.formats import FORMATS, StoredMatrix, require_valid
 from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.storing import replace_layers, stored_matrices
-from iobs.models.weights import DTYPES, Entry, ShardWriter, fill_weights, read_entries, same_tensors
+from iobs.models.weights import (
+    DTYPES,
+    Entry,
+    ShardWriter,
+    fill_weights,
+    plain_names,
+    read_entries,
+    same_tensors,
+)
 
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
@@ -100,7 +108,9 @@ def fill_packed(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: names or shapes differ.
     """
-    missing = [names[0] for names in same_tensors(module.state_dict()) if tensors.keys().isdisjoint(names)]
+    plain, state = plain_names(module), module.state_dict()
+    state = {plain.get(name, name): value for name, value in state.items()}
+    missing = [names[0] for names in same_tensors(state) if tensors.keys().isdisjoint(names)]
     if missing:
         raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")
     try:

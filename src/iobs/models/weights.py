@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
+from iobs.pruning.network.layers import library_class
 
 _NAMES = {
     torch.float64: "F64",
@@ -66,12 +67,15 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             header = json.loads(opened.read(length))
         metadata = dict(header.pop("__metadata__", {}))
         described = {name: (value["dtype"], tuple(value["shape"])) for name, value in header.items()}
-        strange = {dtype for dtype, _ in described.values()} - DTYPES.keys()
+        strange = {name: dtype for name, (dtype, _) in described.items() if dtype not in DTYPES}
         end = max((int(value["data_offsets"][1]) for value in header.values()), default=0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is damaged or no safetensors file ({error}); copy it again.") from error
     if strange:
-        raise ModelError(f"{file} holds {min(strange)} numbers, which iobs cannot handle; convert them first.")
+        name = min(strange)
+        raise ModelError(
+            f"{name} in {file} holds {strange[name]} numbers, which iobs cannot handle; convert them first."
+        )
     if file.stat().st_size < 8 + length + end:
         raise ModelError(f"{file} is cut short: {file.stat().st_size} of {8 + length + end} bytes; copy it again.")
     return {name: Entry(DTYPES[dtype], shape) for name, (dtype, shape) in described.items()}, metadata
@@ -136,7 +140,8 @@ def write_weights(module: nn.Module, file: Path) -> None:
     safetensors' `save_model` rejects tensors that overlap in memory, such as queries, keys and values that are chunks
     of one matrix. Here each tensor is written separately.
     """
-    state = module.state_dict()
+    plain, state = plain_names(module), module.state_dict()
+    state = {plain.get(name, name): value for name, value in state.items()}
     used: set[int] = set()
     tensors = {names[0]: _alone(state[names[0]], used) for names in same_tensors(state)}
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
@@ -168,7 +173,8 @@ def fill_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: names or shapes differ.
     """
-    stored = dict(tensors)
+    own = {plain: name for name, plain in plain_names(module).items()}
+    stored = {own.get(name, name): value for name, value in tensors.items()}
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
         if name in stored and tensor.is_floating_point() and stored[name].is_floating_point():
             tensor.data = tensor.data.to(stored[name].dtype)
@@ -179,6 +185,33 @@ def fill_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             stored |= dict.fromkeys(names, written)
     kept = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     module.load_state_dict({**stored, **kept}, strict=True)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DataParallel and DistributedDataParallel."""
+    while path := _inside(module):
+        module = getattr(module, path)
+    return module
+
+
+def plain_names(module: nn.Module) -> dict[str, str]:
+    """The names of tensors in a module with wrappers inside, with the names that they have without the wrappers."""
+    wrappers = {path: inside for path, each in module.named_modules() if (inside := _inside(each))}
+    if not wrappers:
+        return {}
+
+    def plain(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for i, part in enumerate(parts) if wrappers.get(".".join(parts[:i])) != part)
+
+    return {name: plain(name) for name in module.state_dict()}
+
+
+def _inside(module: nn.Module) -> str | None:
+    """The name of the module that a wrapper holds; None for other modules."""
+    if isinstance(module, library_class("torch._dynamo.eval_frame", "OptimizedModule")):
+        return "_orig_mod"
+    return "module" if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else None
 
 
 def same_tensors(state: Mapping[str, object]) -> list[list[str]]:

@@ -281,3 +281,29 @@ def test_distance_of_block_outputs_takes_a_block_without_output():
     nn.init.zeros_(model[0].bias)
     loss = losses.block_distance_to(copy.deepcopy(model), ["0", "1"])
     assert float(loss(model, torch.ones(3, 4)).detach()) == 0.0
+
+
+class Returning(nn.Module):
+    """A linear layer whose output another function changes."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.layer, self.change = nn.Linear(16, 8), change
+
+    def forward(self, x):
+        return self.change(self.layer(x))
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_a_model_that_returns_its_loss_is_told_so(recipe):
+    model = Returning(lambda y: y.pow(2).sum())
+    with pytest.raises(CalibrationError, match=r"Returning returns a single number .* such as a loss"):
+        iobs.prune(model, [torch.randn(32, 16) for _ in range(2)], 0.5, recipe)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: {"out": {"logits": y}}, lambda y: ([y], {"more": y}), lambda y: {"loss": y.sum(), "out": [y]}]
+)
+def test_outputs_inside_others_are_found(change):
+    batch = torch.randn(64, 16)
+    assert iobs.prune(Returning(change), [batch], 0.5, "one-shot").sparsity > 0.4

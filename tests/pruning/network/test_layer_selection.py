@@ -8,6 +8,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError
+from iobs.pruning.network.selection import select
 
 QUICK = iobs.Recipe(solver="magnitude")
 
@@ -80,3 +81,12 @@ def test_lazy_layers_that_were_never_called_are_refused_until_they_are():
         iobs.prune(model, [batch], 0.5)
     model(batch)
     assert iobs.prune(model, [batch], 0.5).coverage.share == 1
+
+
+def test_messages_name_the_cause():
+    depthwise = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
+    with pytest.raises(LayerSelectionError, match=r"1 weight matrix and it is skipped: 0 .* depthwise=True prunes"):
+        select(depthwise)
+    phases = nn.Sequential(nn.Linear(4, 4))
+    phases[0].phase = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    assert select(phases).skipped["0.phase"].kind == "complex"

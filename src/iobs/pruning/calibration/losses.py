@@ -184,8 +184,17 @@ def answered(model: nn.Module, part: Samples, most: int = 2**26) -> Samples:
 
 
 def _by_sample(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's outputs on a batch, (samples, ...)."""
+    """The model's outputs on a batch, (samples, ...).
+
+    Raises:
+        CalibrationError: the outputs are not those of every sample.
+    """
     answer, count = logits(batches.forward(model, batch)), batches.size(batch)
+    if answer.ndim == 0 and count > 1:
+        raise CalibrationError(
+            f"{type(model).__name__} returns a single number for {count} samples, such as a loss. Let its forward "
+            "return the outputs of every sample (logits or predictions); iobs computes the losses itself."
+        )
     if answer.ndim == 0:  # some models squeeze the dimension of a single sample
         answer = answer[None]
     if len(answer) > count and len(answer) % count == 0:  # one row per position

@@ -59,6 +59,8 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
     kind = type(module).__name__
     if not parameter.numel():
         return Reason("empty", "without entries")
+    if parameter.is_complex():
+        return Reason("complex", f"{str(parameter.dtype).removeprefix('torch.')}: iobs prunes real numbers only")
     if not holds_weights(parameter):
         short = "floats of 8 bits or less" if parameter.is_floating_point() else "not floating point"
         return Reason("quantised", f"{short}: {str(parameter.dtype).removeprefix('torch.')}")
@@ -148,10 +150,10 @@ def _nothing_left(model: nn.Module, layers: list[Layer], skipped: dict[str, Reas
     """The error if no layer is selected: the weights that are there, and what to do."""
     there = listed([f"{name} ({reason})" for name, reason in skipped.items()], _LISTED)
     if layers:
-        return (
-            f"Nothing is left to prune: the model has {len(layers)} weight matrices and all are skipped: {there}. "
-            "Change include= or ignore=."
-        )
+        only_depthwise = {reason.kind for name, reason in skipped.items()} == {"depthwise"}
+        advice = "depthwise=True prunes them." if only_depthwise else "Change include= or ignore=."
+        count = "1 weight matrix and it is" if len(layers) == 1 else f"{len(layers)} weight matrices and all are"
+        return f"Nothing is left to prune: the model has {count} skipped: {there}. {advice}"
     kinds: Counter[str] = Counter()
     for module in model.modules():
         entries = sum(parameter.numel() for parameter in module.parameters(recurse=False))

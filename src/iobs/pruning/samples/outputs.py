@@ -98,6 +98,8 @@ def _opened(output: object) -> object:
 def logits(output: object) -> Tensor:
     """The logits in a model's output: the entry "logits", otherwise its first tensor that is not the loss.
 
+    Tuples and mappings inside are opened if there is no tensor beside them.
+
     The loss is the entry "loss", or a tensor without dimensions before others.
 
     Raises:
@@ -106,14 +108,19 @@ def logits(output: object) -> Tensor:
     output = _opened(output)
     if isinstance(output, Tensor):
         return output
+    kind = type(output).__name__
     if isinstance(output, Mapping):
         if "logits" in output:
             return logits(output["logits"])
         output = tuple(value for key, value in output.items() if key != "loss")
-    tensors = [value for value in output if isinstance(value, Tensor)] if isinstance(output, (tuple, list)) else []
+    values = output if isinstance(output, (tuple, list)) else ()
+    tensors = [value for value in values if isinstance(value, Tensor)]
     if tensors:
         return next((tensor for tensor in tensors if tensor.ndim), tensors[0])
-    raise CalibrationError(
-        f"The model returned a {type(output).__name__} without a tensor in it. Return a tensor, or a tuple, a mapping "
-        "or a dataclass with one."
-    )
+    inner = next((value for value in values if tensors_of(value)), None)
+    if inner is None:
+        raise CalibrationError(
+            f"The model returned a {kind} without a tensor in it. Return a tensor, or a tuple, a mapping or a "
+            "dataclass with one."
+        )
+    return logits(inner)
