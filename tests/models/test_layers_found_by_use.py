@@ -4,9 +4,10 @@ import families
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import iobs
-from iobs.errors import ModelError
+from iobs.errors import CoverageWarning, ModelError
 from iobs.pruning.coverage import EXPECTED
 
 hf = families.hf
@@ -167,3 +168,54 @@ def test_streamed_model_says_that_layers_are_found_in_memory_only(tmp_path):
     assert "in a run with the whole model in memory" in str(
         selection.skipped["transformer.blocks.0.ffn.experts.mlp.w1"]
     )
+
+
+PER_ROW = iobs.Unstructured(0.5, per="row")
+
+
+class Divided(nn.Module):
+    """A head whose weight a function changes in every forward pass."""
+
+    def __init__(self, change, transposed=False):
+        super().__init__()
+        self.body, self.change, self.transposed = nn.Linear(16, 24), change, transposed
+        self.weight = nn.Parameter(0.2 * torch.randn(24, 10) if transposed else 0.2 * torch.randn(10, 24))
+
+    def forward(self, x):
+        hidden, weight = self.body(x).relu(), self.change(self.weight)
+        return hidden @ weight if self.transposed else functional.linear(hidden, weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "transposed"),
+    [
+        (functional.normalize, False),
+        (lambda w: w / w.norm(dim=1, keepdim=True), False),
+        (lambda w: w * w.pow(2).sum(1, keepdim=True).rsqrt(), False),
+        (lambda w: functional.normalize(w, dim=0), True),
+    ],
+    ids=["normalize", "norm", "rsqrt", "columns of a transpose"],
+)
+def test_weights_divided_by_norms_of_rows_are_pruned(change, transposed):
+    model = Divided(change, transposed)
+    report = iobs.prune(model, [torch.randn(64, 16)], PER_ROW, "one-shot", allocation="uniform")
+    assert not report.skipped
+    rows = model.weight.T if transposed else model.weight
+    assert ((rows == 0).sum(1) == 12).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True),
+        lambda w: functional.normalize(w, dim=0),
+        lambda w: w * w,
+    ],
+    ids=["standardised", "norms of columns", "square"],
+)
+def test_weights_changed_in_another_way_stay_dense_with_the_reason(change):
+    model = Divided(change)
+    with pytest.warns(CoverageWarning):
+        report = iobs.prune(model, [torch.randn(64, 16)], 0.5, "one-shot")
+    assert "is changed before it multiplies" in report.skipped["weight"]
+    assert (model.weight != 0).all()

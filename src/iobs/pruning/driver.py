@@ -27,7 +27,7 @@ from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.layerwise.grids import require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
-from iobs.pruning.network.layers import found_by_use
+from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.network.usable import require_usable
@@ -153,7 +153,8 @@ def prune(
                 request = replace(
                     request, patterns={layer: request.patterns[layer] for layer in selection.layers}, within=seconds
                 )
-                frozen = frozen if store.in_memory else frozenset()  # weights in files have no mark of their own
+                # Weights in files have no mark of their own. Of shared memory only the pruned parameter takes steps.
+                frozen = frozen | overlapping(store.model).keys() if store.in_memory else frozenset()
                 opened = None
                 if seconds is not None:
                     opened, form, note = _in_time(store, request, selection, collected, frozen, seconds)

@@ -16,7 +16,7 @@ from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.observe import multiplied_as_they_are, observe, require_repeatable
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.folding import folded
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, overlapping
 from iobs.pruning.network.modes import keeping_buffers, put, state, structure_kept_on_failure
 from iobs.pruning.network.selection import Selection, select
 from iobs.pruning.recipe import Recipe
@@ -239,8 +239,10 @@ class Store(Residency):
         return sum(int(there.sum()) for _, there in zeros), sum(int((one != 0)[there].sum()) for one, there in zeros)
 
     def zeros(self) -> int:
-        """Number of zeros among all parameters, counted entry by entry; shared parameters count once."""
-        return sum(int((parameter.detach() == 0).sum()) for parameter in self.model.parameters())
+        """Number of zeros among all parameters, counted entry by entry; shared memory counts once."""
+        again = overlapping(self.model)
+        named = self.model.named_parameters()
+        return sum(int((value.detach() == 0).sum()) for name, value in named if name not in again)
 
     def audit(self, patterns: Mapping[Layer, Pattern]) -> list[AuditRow]:
         """Count the zeros of every pruned layer, entry by entry.

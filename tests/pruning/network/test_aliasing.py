@@ -147,3 +147,34 @@ def test_parts_of_a_shared_parameter_are_chosen_by_name():
     names = ["a.in_proj_weight.q", "b.in_proj_weight.k", "b.in_proj_weight.q"]
     selection = select(SharesInside("attention"), names)
     assert [layer.name for layer in selection.layers] == names[:2]
+
+
+class Transposed(nn.Module):
+    """An encoder whose decoder is the transpose of the same memory, in a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.decode.weight = nn.Parameter(self.encode.weight.data.t())
+
+    def forward(self, x):
+        return self.decode(self.encode(x).relu())
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+def test_memory_behind_two_parameters_is_pruned_and_counted_once(recipe):
+    model = Transposed()
+    report = iobs.prune(model, [torch.randn(32, 16) for _ in range(3)], 0.5, recipe)
+    assert [row.name for row in report.audit] == ["encode"]
+    assert report.skipped == {"decode": "shares the memory of encode.weight"}
+    assert report.coverage.parameters == 16 * 24 + 24 + 16
+    assert int((model.encode.weight == 0).sum()) == 16 * 24 // 2
+    assert torch.equal(model.decode.weight, model.encode.weight.T)
+
+
+def test_neighbours_in_one_storage_are_two_matrices():
+    flat = torch.randn(2, 8, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4))
+    for layer, part in zip(model, (*flat, flat[0, :4].repeat(1, 2)), strict=True):
+        layer.weight = nn.Parameter(part)
+    assert len(select(model).layers) == 3

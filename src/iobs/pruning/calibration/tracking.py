@@ -2,7 +2,9 @@
 
 Views of a parameter share its storage, so that the offset and the strides tell the entries. Copies do not, such as the
 result of `cat`, `contiguous` or a change of dtype. For a copy the same function is applied to an int64 tensor with the
-numbers of the parameters' entries. A copy may be a multiple of the parameter by one number.
+numbers of the parameters' entries. A copy may be a multiple of the parameter by one number, or by one for every row of
+the matrix that multiplies: rows divided by their norms have the zeros, and up to a number each the problem, of the
+parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from iobs.errors import is_out_of_memory
 from iobs.pruning.network.layers import Axes, View
 
 _TIMES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
+_BY_ROWS = frozenset({"normalize"})
 _FOREIGN = -1  # number of an entry that comes from no parameter
 _MATRICES = 4096  # most matrices in a stack that are looked at
 _SAME = frozenset({"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"})
@@ -39,8 +42,9 @@ class Tracker:
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._homes: dict[int, list[tuple[int, int, str, int]]] = {}  # by storage: begin, end, name, first number
         self._numbers: list[tuple[int, str, int]] = []  # first number, name, entries
-        # By storage: the copy, the numbers in its storage, and the number by which it is multiplied.
-        self._copies: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self._parameters = parameters
+        # By storage: the copy, the numbers in its storage, and the number by which it is multiplied; None for several.
+        self._copies: dict[int, tuple[Tensor, Tensor, float | None]] = {}
         total = 0
         for name, parameter in parameters.items():
             if parameter.is_contiguous() and parameter.numel() and (place := _storage(parameter)):
@@ -58,9 +62,9 @@ class Tracker:
 
     def follow(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object) -> None:
         """Number the entries of the result of a function that copies entries of parameters."""
-        if not isinstance(result, Tensor) or name not in _SAME | _MOVED | _TIMES or self.holds(result):
+        if not isinstance(result, Tensor) or name not in _SAME | _MOVED | _TIMES | _BY_ROWS or self.holds(result):
             return
-        scales = {self.scale(value) for value in tree_leaves((args, kwargs)) if self.holds(value)}
+        scales = {self._scale(value) for value in tree_leaves((args, kwargs)) if self.holds(value)}
         if len(scales) != 1:
             return
         scale = scales.pop()
@@ -68,7 +72,9 @@ class Tracker:
             if name in _TIMES:
                 in_order = "div" in name or self.holds(args[0])
                 weight, factor = _scaled(name, *(args if in_order else reversed(args)), **kwargs)
-                numbers, scale = self._numbered(weight), scale * factor
+                numbers, scale = self._numbered(weight), None if scale is None or factor is None else scale * factor
+            elif name in _BY_ROWS:
+                numbers, scale = self._numbered(args[0] if args else kwargs["input"]), None
             elif name in _SAME:
                 numbers = self._numbered(args[0])
             else:
@@ -85,9 +91,24 @@ class Tracker:
             self._copies[place] = result, whole, scale
 
     def scale(self, value: Tensor) -> float:
-        """The number by which the entries of parameters in a tensor are multiplied."""
+        """The number by which the entries of parameters in a tensor are multiplied; 1 if every row has its own."""
+        scale = self._scale(value)
+        return 1.0 if scale is None else scale
+
+    def _scale(self, value: Tensor) -> float | None:
         copy = self._copies.get(_storage(value) or 0)
         return 1.0 if copy is None else copy[2]
+
+    def _multiplied_by_rows(self, matrix: Tensor, numbers: Tensor) -> bool:
+        """Check that every row of a matrix (rows, columns) is a multiple of the entries with these numbers."""
+        own = torch.zeros_like(matrix)
+        for first, name, entries in self._numbers:
+            inside = (numbers >= first) & (numbers < first + entries)
+            own[inside] = self._parameters[name].detach().flatten()[numbers[inside] - first].to(own)
+        ratio = torch.where(own != 0, matrix / own, torch.nan).double()
+        most, least = ratio.nan_to_num(-torch.inf).amax(1), ratio.nan_to_num(torch.inf).amin(1)
+        tolerance = max(1e-3, 8 * torch.finfo(matrix.dtype).eps)
+        return bool(((most - least <= tolerance * most.abs()) | (most == -torch.inf)).all())
 
     def _numbered(self, value: Tensor) -> Tensor:
         """The numbers of a tensor's entries; tensors of integers, such as indices, are returned themselves."""
@@ -121,6 +142,9 @@ class Tracker:
             matrix = factor[index] if index else factor
             if place in self._copies:
                 numbers = self._numbered(matrix).flatten(rows).flatten(0, rows - 1).contiguous()
+                by_rows = self._scale(factor) is None
+                if by_rows and not self._multiplied_by_rows(matrix.flatten(rows).flatten(0, rows - 1), numbers):
+                    continue
                 yield from ((index, *block) for block in self._blocks(numbers))
                 continue
             for begin, end, name, _ in self._homes[place or 0]:
@@ -150,8 +174,10 @@ class Tracker:
                     yield name, View(int(block[0, 0]) - first, down, across), (start, stop)
 
 
-def _scaled(name: str, weight: Tensor, factor: float | Tensor) -> tuple[Tensor, float]:
-    """A weight and the number that a function multiplies it by; ValueError if it is no such number."""
+def _scaled(name: str, weight: Tensor, factor: float | Tensor) -> tuple[Tensor, float | None]:
+    """A weight and the number that a function multiplies it by, None for several; ValueError if it is no number."""
+    if isinstance(factor, Tensor) and factor.numel() > 1:
+        return weight, None
     number = float(factor) ** (-1 if "div" in name else 1)
     if not number or not math.isfinite(number):
         raise ValueError("no scale")

@@ -242,6 +242,29 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
     return layers
 
 
+def overlapping(model: nn.Module) -> dict[str, str]:
+    """The parameters with entries in the memory of an earlier one, such as its transpose: by name, the earlier name."""
+    places: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        if plain and not parameter.is_meta and parameter.numel():
+            places.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+    found: dict[str, str] = {}
+    for shared in places.values():
+        if len(shared) < 2:
+            continue
+        entries = shared[0][1].untyped_storage().nbytes() // min(one.element_size() for _, one in shared)
+        owner = torch.full((entries,), -1, dtype=torch.int32)
+        for number, (name, one) in enumerate(shared):
+            place = owner.as_strided(one.shape, one.stride(), one.storage_offset())
+            first = int(place.max())
+            if first >= 0:
+                found[name] = shared[first][0]
+            else:
+                place.fill_(number)
+    return found
+
+
 def joined(path: str, parameter: str) -> str:
     """The full name of a module's parameter in the model."""
     return f"{path}.{parameter}" if path else parameter

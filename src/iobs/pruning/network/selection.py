@@ -22,6 +22,7 @@ from iobs.pruning.network.layers import (
     joined,
     library_class,
     linear_maps,
+    overlapping,
 )
 from iobs.pruning.network.usable import require_usable, without_shape
 
@@ -72,7 +73,8 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
         return Reason("transformed", "the weight is computed from it in every forward pass")
-    return Reason("parameter", f"parameter of {kind}, in no matrix product that was observed")
+    why = "it is not used, is changed before it multiplies, or multiplies in several forms"
+    return Reason("parameter", f"parameter of {kind}, in no matrix product that was observed: {why}")
 
 
 def unobserved(skipped: dict[str, Reason]) -> dict[str, Reason]:
@@ -125,11 +127,14 @@ def select(
     included, ignored = matching(candidates, include, "include"), matching(candidates, ignore, "ignore")
     defaults = _dense_by_default(model, candidates, depthwise)
     layers: list[Layer] = []
+    again = overlapping(model)
     taken: set[Hashable] = set()  # matrices by their place, which names of a shared one have in common
     skipped = other_weights(model, candidates)
     for layer in candidates:
         if layer.slot in taken:
             skipped[layer.name] = defaults[layer.name]  # even if included: a shared matrix is pruned once
+        elif layer.key in again:  # through another shape: zeros of one are zeros of both
+            skipped[layer.name] = Reason("shared", f"shares the memory of {again[layer.key]}")
         elif layer.name in ignored:
             skipped[layer.name] = Reason("asked", "ignored by name")
         elif include is not None and layer.name not in included:
@@ -273,14 +278,16 @@ class Census:
         """Count the entries of a model; its weights may be on the meta device."""
         entries: dict[str, int] = {}
         slots: dict[str, Hashable] = {}
-        layers = find_layers(model)
+        layers, again = find_layers(model), overlapping(model)
         for layer in layers:
-            entries[layer.name] = layer.weights
+            entries[layer.name] = 0 if layer.key in again else layer.weights
             slots[layer.name] = layer.slot
+        doubled = {id(model.get_parameter(name)) for name in again}
         for name, _, parameter in other_parameters(model, layers):
-            entries[name] = parameter.numel()
+            entries[name] = 0 if id(parameter) in doubled else parameter.numel()
             slots[name] = id(parameter)
-        return cls(sum(parameter.numel() for parameter in model.parameters()), entries, slots)
+        total = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in again)
+        return cls(total, entries, slots)
 
     def coverage(self, selection: Selection, zeros: int) -> Coverage:
         """The coverage of a selection.
