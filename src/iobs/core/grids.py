@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.partition import Partition
-from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured
+from iobs.core.patterns import NM, Grid, Pattern, SparseGrid, Unstructured
 from iobs.errors import PatternError, is_a
 
 SCALE_BITS = 16
@@ -29,6 +29,23 @@ def grid_of(pattern: Pattern) -> Grid | None:
     if isinstance(pattern, SparseGrid):
         return pattern.grid
     return pattern if isinstance(pattern, Grid) else None
+
+
+def by_channel(pattern: Pattern, columns: int, kernel: int) -> Tensor | None:
+    """The order of the columns of an unfolded convolution in which groups of N:M are neighbours; None: as they are.
+
+    The columns are (input channels, positions of the kernel). Sparse tensor cores read groups of input channels at one
+    position, so there the channels run fastest. A grid whose scales divide a row keeps the columns as they are.
+
+    Args:
+        pattern: of the layer.
+        columns: of the matrix.
+        kernel: positions of the kernel; 1 for a linear layer.
+    """
+    grid = grid_of(pattern)
+    if kernel == 1 or not isinstance(entries_of(pattern), NM) or (grid is not None and grid.scales(columns) > 1):
+        return None
+    return torch.arange(columns).view(-1, kernel).T.flatten()
 
 
 def entries_of(pattern: Pattern) -> Pattern:

@@ -258,6 +258,12 @@ class Quadratic:
         anchor = None if self.anchor is None else self.anchor.masked_fill(columns, 0)
         return self._with(matrix, linear, anchor)
 
+    def reordered(self, order: Tensor) -> Quadratic:
+        """The problem with its columns in another order, (d,): column i is the old column `order[i]`."""
+        linear = None if self._linear is None else self._linear[:, order]
+        anchor = None if self.anchor is None else self.anchor[:, order]
+        return self._with(self.matrix[order][:, order], linear, anchor)
+
     def rows(self, index: Tensor | slice) -> Quadratic:
         """The problem of the selected rows; the Hessian is shared, not copied."""
         linear = None if self._linear is None else self._linear[index]

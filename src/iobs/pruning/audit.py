@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
-from iobs.core.grids import BITS, Budget, codes_and_scales, entries_of, grid_of, stored_bits
+from iobs.core.grids import BITS, Budget, by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded
@@ -20,6 +21,9 @@ from iobs.pruning.network.layers import Layer, find_layers, is_compressed, libra
 from iobs.pruning.report import AuditRow
 
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
+
+# Name, weights (rows, columns), and the positions of the kernel that it may have (`check`).
+Matrix: TypeAlias = tuple[str, Tensor, tuple[int, ...]]
 
 
 def audit(
@@ -59,15 +63,13 @@ def audit(
         )
 
 
-def _checked(
-    pattern: Pattern | None, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None
-) -> list[AuditRow]:
+def _checked(pattern: Pattern | None, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
     """Rows of matrices; those of pruned layers are checked against a pattern, if there is one."""
     rows, checked = [], False
-    for name, matrix in matrices:
+    for name, matrix, kernels in matrices:
         row = counted(name, matrix)
         if pattern is not None and (_is_pruned(row, matrix, pattern) if layers is None else name in layers):
-            check(name, matrix, pattern)
+            check(name, matrix, pattern, kernels)
             row.asked, checked = asked_zeros(pattern, row.shape), True
             row.bits = stored_bits(pattern, row.shape)
         rows.append(row)
@@ -85,10 +87,10 @@ def _checked(
     return rows
 
 
-def _within(budget: Budget, matrices: Iterator[tuple[str, Tensor]], layers: Collection[str] | None) -> list[AuditRow]:
+def _within(budget: Budget, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
     """Rows of matrices whose grids need at most the bits of a budget together; `bits` is positive for these."""
     rows = []
-    for name, matrix in matrices:
+    for name, matrix, _ in matrices:
         row = counted(name, matrix)
         if layers is None or name in layers:
             row.bits = _fewest_bits(matrix, budget)
@@ -148,8 +150,14 @@ def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:
     return AuditRow(name, (matrix.shape[0], matrix.shape[1]), int((matrix == 0).sum()), asked)
 
 
-def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
+def check(name: str, matrix: Tensor, pattern: Pattern, kernels: tuple[int, ...] = (1,)) -> None:
     """Raise AuditError unless a matrix (rows, columns) has the zeros that a pattern asks for.
+
+    Args:
+        name: of the layer.
+        matrix: its weights.
+        pattern: what they should have.
+        kernels: positions of the kernel of a convolution, 1 for a linear layer; several where a file does not say.
 
     Raises:
         AuditError: it has fewer, and the message names the layer and both counts; or a weight is not on the grid.
@@ -165,8 +173,9 @@ def check(name: str, matrix: Tensor, pattern: Pattern) -> None:
         _check_columns(name, matrix, pattern)
         return
     groups = pattern.groups(shape)
-    kept = (matrix.reshape(groups.count, groups.size) != 0).sum(1)
-    worst = int(kept.max())
+    orders = [by_channel(pattern, shape[1], kernel) for kernel in kernels]
+    tables = [matrix if order is None else matrix[:, order] for order in orders]
+    worst = min(int((table.reshape(groups.count, groups.size) != 0).sum(1).max()) for table in tables)
     if worst > groups.keep:
         where = f"a group of {groups.size}" if isinstance(entries_of(pattern), NM) else f"{groups.size} entries"
         raise AuditError(
@@ -205,19 +214,20 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
     return groups.count * (groups.size - groups.keep)
 
 
-def _of_model(model: nn.Module) -> Generator[tuple[str, Tensor]]:
+def _of_model(model: nn.Module) -> Generator[Matrix]:
     with folded(model):
         for layer in find_layers(model):
             stored = layer.stored(model)
-            yield layer.name, stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
+            matrix = stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
+            yield layer.name, matrix, (layer.kernel,)
         forms = library_class("iobs.inference.modules", "StoredLinear")
         forms += library_class("iobs.inference.offsets", "OffsetLinear")
         for name, module in model.named_modules():
             if isinstance(module, forms):
-                yield name, module.weight  # type: ignore[attr-defined]
+                yield name, module.weight, (1,)  # type: ignore[misc]
 
 
-def _of_files(path: Path) -> Generator[tuple[str, Tensor]]:
+def _of_files(path: Path) -> Generator[Matrix]:
     files = [path] if path.is_file() else weight_files(path)
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
@@ -230,15 +240,17 @@ def _of_files(path: Path) -> Generator[tuple[str, Tensor]]:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
 
 
-def _matrices(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _matrices(name: str, tensor: Tensor) -> Iterator[Matrix]:
     """The weight matrices in a stored tensor, by name; none in biases and statistics."""
     wide = tensor.ndim >= 2 and min(len(tensor), tensor[0].numel() if len(tensor) else 0) > 1  # also of any other name
     if not tensor.is_floating_point() or tensor.ndim < 2 or not (wide or name.endswith("weight")):
         return
     if name.endswith("in_proj_weight"):  # of nn.MultiheadAttention
-        yield from ((f"{name}.{part}", rows) for part, rows in projections(tensor).items())
+        yield from ((f"{name}.{part}", rows, (1,)) for part, rows in projections(tensor).items())
     else:
-        yield name.removesuffix(".weight"), tensor.flatten(1)
+        kernel = tensor[0, 0].numel() if tensor.ndim > 2 else 1
+        # Three dimensions are those of a convolution of sequences, or of a stack of experts.
+        yield name.removesuffix(".weight"), tensor.flatten(1), (1, kernel) if tensor.ndim == 3 else (kernel,)
 
 
 def audit_layers(
@@ -262,7 +274,7 @@ def audit_layers(
             row = counted(layer.name, matrix, asked_zeros(pattern, layer.shape))
             row.bits = stored_bits(pattern, layer.shape)
             rows.append(row)
-            check(layer.name, matrix, pattern)  # every group, not only the total
+            check(layer.name, matrix, pattern, (layer.kernel,))  # every group, not only the total
     return rows
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
-from iobs.core.grids import entries_of, grid_of
+from iobs.core.grids import by_channel, entries_of, grid_of
 from iobs.core.patterns import NM, Grid, Pattern, RowsOf, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
@@ -84,19 +84,26 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         problem, drift_damping = _problem(task, statistics, statistics.calibration.own[number], number, part, ranks)
         if problem.shape[1] >= SEARCH_COLUMNS and not isinstance(pattern, Groups):
             problem = problem.to(torch.float32)
-        refine = task.settings.refine if task.zeros is None else keeping(task.zeros[part], task.settings.refine)
+        order = by_channel(task.pattern, problem.shape[1], task.layer.kernel)
+        refine = task.settings.refine
+        if task.zeros is not None:
+            refine = keeping(task.zeros[part] if order is None else task.zeros[part][:, order], refine)
         solver = _solver_of(task)
         if isinstance(pattern, ChosenGroups):
             solver, refine = _chosen_groups_solver(pattern, solver)
         scale = _row_scale(task, problem, part)
+        posed = problem if scale is None else problem.scaled(scale)
         solution = solve(
-            problem if scale is None else problem.scaled(scale),
+            posed if order is None else posed.reordered(order),
             pattern,
             solver,
             refine=refine,
             damping=task.settings.damping,
             name=task.layer.name,
         )
+        if order is not None:
+            back = order.argsort()
+            solution = Solution(solution.weight[:, back], solution.mask[:, back], posed, solution.stats)
         solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
 
@@ -141,6 +148,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         patterns = [RowsOf(task.pattern, task.layer.shape[0], ranks) for task in tasks]
     one_kind = all(family_of(task.pattern) is family_of(tasks[0].pattern) for task in tasks)
     one_kind = one_kind and not any(isinstance(task.pattern, ChosenGroups) for task in tasks)
+    orders = (by_channel(task.pattern, task.layer.shape[1], task.layer.kernel) for task in tasks)
+    one_kind = one_kind and all(order is None for order in orders)
     one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
     if not (one_kind and one_hessian):
         return [solution for task in tasks for solution in solve_layer(task, statistics, ranks)]

@@ -83,6 +83,7 @@ class Layer:
         expert: index in a stack of experts (experts, ., .), or None.
         part: the rows of the parameter that the matrix consists of; None: all rows.
         groups: number of groups of a convolution.
+        kernel: positions of the kernel of a convolution, which run fastest in the columns.
         transposed: the parameter is stored as (columns, rows).
         stored_as: full name of the parameter of another module that this one shares, or None.
         view: the entries of the parameter that the matrix consists of, for a matrix that was found by its use.
@@ -94,6 +95,7 @@ class Layer:
     expert: int | None = None
     part: Part | None = None
     groups: int = 1
+    kernel: int = 1
     transposed: bool = False
     stored_as: str | None = None
     view: View | None = None
@@ -280,7 +282,9 @@ def _map_of(path: str, module: nn.Module, transposed: bool) -> list[Layer]:
         return []
     stored = len(weight), weight.numel() // len(weight)
     groups = int(module.groups) if isinstance(module, CONVOLUTIONS) else 1
-    return [Layer(path, stored[::-1] if transposed else stored, groups=groups, transposed=transposed)]
+    kernel = weight[0, 0].numel() if isinstance(module, CONVOLUTIONS) else 1
+    shape = stored[::-1] if transposed else stored
+    return [Layer(path, shape, groups=groups, kernel=kernel, transposed=transposed)]
 
 
 def _projections_of(path: str, module: nn.MultiheadAttention) -> list[Layer]:
