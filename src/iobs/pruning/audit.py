@@ -224,7 +224,7 @@ def _of_model(model: nn.Module) -> Generator[Matrix]:
         forms += library_class("iobs.inference.offsets", "OffsetLinear")
         for name, module in model.named_modules():
             if isinstance(module, forms):
-                yield name, module.weight, (1,)  # type: ignore[misc]
+                yield name, module.weight, (1,)  # type: ignore[attr-defined]
 
 
 def _of_files(path: Path) -> Generator[Matrix]:
