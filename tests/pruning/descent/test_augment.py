@@ -121,3 +121,9 @@ def test_copies_hold_originals_and_equally_many_mixed_samples(mixes, gentle, exp
 def test_suited_leaves_images_in_a_list_alone():
     batch = {"pixel_values": [torch.randn(5, 12), torch.randn(7, 12)]}  # patches of two images of different sizes
     assert suited(nn.Identity(), Samples([batch], [0]), 0, mix=True) is None
+
+
+def test_changed_images_have_the_layout_of_the_images():
+    for layout in (torch.contiguous_format, torch.channels_last):
+        images = torch.randn(4, 3, 6, 6).to(memory_format=layout)
+        assert FlipShift(True, 1)(images, torch.Generator()).stride() == images.stride()

@@ -51,7 +51,7 @@ class FlipShift:
         sample = torch.arange(count, device=images.device)[:, None, None]
         # Advanced indices must be adjacent, so the channels are moved behind rows and columns.
         moved = images.movedim((-2, -1), (1, 2))[sample, rows[:, :, None], columns[:, None, :]]
-        return moved.movedim((1, 2), (-2, -1))
+        return torch.empty_like(images).copy_(moved.movedim((1, 2), (-2, -1)))  # models may read them as a view
 
     def __str__(self) -> str:
         parts = [*(["mirroring"] if self.flip else []), *([f"shifts up to {self.shift}"] if self.shift else [])]
