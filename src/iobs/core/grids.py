@@ -35,15 +35,18 @@ def by_channel(pattern: Pattern, columns: int, kernel: int) -> Tensor | None:
     """The order of the columns of an unfolded convolution in which groups of N:M are neighbours; None: as they are.
 
     The columns are (input channels, positions of the kernel). Sparse tensor cores read groups of input channels at one
-    position, so there the channels run fastest. A grid whose scales divide a row keeps the columns as they are.
+    position, so there the channels run fastest. The columns stay as they are under a grid whose scales divide a row,
+    and where the groups do not divide the channels, as of patches of three colours.
 
     Args:
         pattern: of the layer.
         columns: of the matrix.
         kernel: positions of the kernel; 1 for a linear layer.
     """
-    grid = grid_of(pattern)
-    if kernel == 1 or not isinstance(entries_of(pattern), NM) or (grid is not None and grid.scales(columns) > 1):
+    grid, entries = grid_of(pattern), entries_of(pattern)
+    if kernel == 1 or not isinstance(entries, NM) or columns // kernel % entries.of:
+        return None
+    if grid is not None and grid.scales(columns) > 1:
         return None
     return torch.arange(columns).view(-1, kernel).T.flatten()
 

@@ -83,7 +83,8 @@ class Unstructured:
 class NM:
     """N:M sparsity: keep `keep` of every `of` neighbouring columns in each row; NM(2, 4) is the 2:4 pattern of GPUs.
 
-    In a convolution neighbours are input channels at one position of the kernel, as sparse tensor cores read them.
+    In a convolution neighbours are input channels at one position of the kernel, as sparse tensor cores read them,
+    where `of` divides their number.
 
     Raises:
         PatternError: not 0 < keep <= of. `groups` raises it if `of` does not divide the number of columns.
@@ -102,8 +103,7 @@ class NM:
         rows, columns = shape
         if columns % self.of:
             raise PatternError(
-                f"The pattern {self} needs a number of columns (of a convolution: input channels) divisible by "
-                f"{self.of}, got {columns}; "
+                f"The pattern {self} needs a number of columns divisible by {self.of}, got {columns}; "
                 "ignore this layer or choose another pattern."
             )
         return Partition(rows * columns // self.of, self.of, self.keep)

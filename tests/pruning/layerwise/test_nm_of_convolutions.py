@@ -71,10 +71,13 @@ def test_zeros_are_kept_and_steps_hold_the_groups():
     assert most_of_four_channels(before[0].weight) == 2
 
 
-def test_input_channels_must_divide():
-    model = nn.Sequential(nn.Conv2d(2, 6, 2), nn.Conv2d(6, 4, 2))  # 8 and 24 columns
-    with pytest.raises(PatternError, match=r"input channels\) divisible by 4, got [26]; .* 0 \(6 x 8\), 1 \(4 x 24\)"):
-        iobs.prune(model, [torch.randn(8, 2, 6, 6)], "2:4", "one-shot")
+def test_channels_that_groups_do_not_divide():
+    patches = nn.Sequential(nn.Conv2d(3, 6, 4, stride=4))  # 48 columns, as a linear layer of patches has them
+    iobs.prune(patches, [torch.randn(16, 3, 8, 8)], "2:4", "one-shot")
+    assert int((patches[0].weight.reshape(-1, 4) != 0).sum(1).max()) == 2
+    assert iobs.audit(patches, "2:4")[0].asked
+    with pytest.raises(PatternError, match=r"divisible by 4, got 27; .* 0 \(6 x 27\)"):
+        iobs.prune(nn.Sequential(nn.Conv2d(3, 6, 3)), [torch.randn(8, 3, 6, 6)], "2:4", "one-shot")
 
 
 def test_with_a_grid():

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from iobs.core.column_groups import Groups
-from iobs.core.grids import by_channel, entries_of, on_grid_of
+from iobs.core.grids import entries_of, on_grid_of
 from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
 from iobs.pruning.coverage import Reason
@@ -73,10 +73,8 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
     """
     misfits, reason = [], ""
     for layer in layers:
-        rows, columns = layer.shape
-        by_position = by_channel(pattern, columns, layer.kernel) is not None  # groups lie within one position
         try:
-            pattern.groups((rows * layer.kernel, columns // layer.kernel) if by_position else layer.shape)
+            pattern.groups(layer.shape)
         except PatternError as error:
             misfits.append(f"{layer.name} ({layer.shape[0]} x {layer.shape[1]})")
             reason = str(error)
