@@ -157,6 +157,12 @@ def test_fits_of_blocks_take_memory(language_model):
     assert fitted["Grams"] > plain["Grams"]  # everything may change, and has a copy
 
 
+def test_an_encoder_has_no_scores_of_a_vocabulary(language_model):
+    model, data = language_model
+    comparison = in_memory((model.model, data))["comparison"]
+    assert comparison < in_memory(language_model)["comparison"]
+
+
 def test_memory_of_other_models_and_of_fine_tuning_is_not_foretold(language_model):
     assert in_memory((nn.Linear(4, 4), [torch.randn(8, 4)])) == {}
     model, data = language_model

@@ -429,7 +429,7 @@ def peaks_in_memory(
 ) -> dict[str, int]:
     """Peak bytes of every phase of a run with the whole model in memory; empty where they are not foretold.
 
-    They are foretold for language models, whose configuration says their sizes, and without fine-tuning of the whole
+    They are foretold for language models and encoders of text, whose configuration says their sizes, and without fine-tuning of the whole
     network.
 
     Args:
@@ -445,6 +445,9 @@ def peaks_in_memory(
     vocabulary, hidden, blocks = (
         int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size", "num_hidden_layers")
     )
+    head = getattr(store.model, "get_output_embeddings", None)
+    if head is None or head() is None:  # an encoder, whose outputs are hidden states
+        vocabulary = hidden
     tuned = (recipe.finetune or recipe.rounds.count > 1) and not (fitting and fitting.network_steps)
     if not (store.whole and vocabulary and hidden and blocks) or tuned or recipe.network_solver is not None:
         return {}
