@@ -429,8 +429,8 @@ def peaks_in_memory(
 ) -> dict[str, int]:
     """Peak bytes of every phase of a run with the whole model in memory; empty where they are not foretold.
 
-    They are foretold for language models and encoders of text, whose configuration says their sizes, and without fine-tuning of the whole
-    network.
+    They are foretold for language models and encoders of text, whose configuration says their sizes, and without
+    fine-tuning of the whole network.
 
     Args:
         store: of the model.
