@@ -85,6 +85,12 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def shown(value: object, most: int = 100) -> str:
+    """A value in one line of an error, cut to `most` characters: swapped arguments may be whole data sets."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}... ({type(value).__name__})"
+
+
 def is_a(kind: type, *values: object) -> bool:
     """Check that all values are of a type; a function, because mypy takes no numpy number for a Real.
 

@@ -174,3 +174,22 @@ def test_bad_input_raises_one_error_and_changes_nothing(case):
 def test_unstructured_refuses_sparsity_outside_its_range(sparsity):
     with pytest.raises(PatternError, match=r"\[0, 1\)"):
         iobs.Unstructured(sparsity)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, data: iobs.prune(model, 0.5, data),
+        lambda model, data: iobs.prune(model, data, 0.5, data),
+        lambda model, data: iobs.prune(model, data, 0.5, include=data),
+        lambda model, data: iobs.prune(model, data, 0.5, holdout=data),
+        lambda model, data: iobs.prune(model, data, 0.5, callbacks=data),
+        lambda model, data: iobs.prune(model, data, 0.5, solver=data),
+        lambda model, data: iobs.prune(model, data, 0.5, within=data),
+        lambda model, data: iobs.audit(model, data),
+    ],
+)
+def test_swapped_arguments_do_not_print_the_data(call):
+    with pytest.raises(iobs.errors.IOBSError, match=r"\.\.\. \(list\)") as caught:
+        call(nn.Sequential(nn.Linear(64, 64)), [torch.randn(256, 64) for _ in range(4)])
+    assert len(str(caught.value)) < 300

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from iobs.core.partition import Partition, Peers, is_spanning, smallest_kept, spanning_mask
 from iobs.core.structured import Structured
-from iobs.errors import PatternError, is_a
+from iobs.errors import PatternError, is_a, shown
 
 
 class Pattern(Protocol):
@@ -207,7 +207,7 @@ def require_pattern(pattern: object) -> None:
         PatternError: the object has no `groups` method.
     """
     if not hasattr(pattern, "groups"):
-        raise PatternError(f"{pattern!r} is no pattern: give a pattern such as Unstructured(0.5) or NM(2, 4).")
+        raise PatternError(f"{shown(pattern)} is no pattern: give a pattern such as Unstructured(0.5) or NM(2, 4).")
 
 
 def keep_count(size: int, sparsity: float) -> int:

@@ -42,6 +42,7 @@ class Problems:
     file: str
     texts: list[str] = field(default_factory=list)
     only_gaps: bool = True  # all problems so far are missing or infinite values
+    new: bool = False  # the file has new rows for a fitted model, for which there are no options
 
     def add(self, text: str, *, gap: bool = False) -> None:
         """Add a problem; `gap` says that it is a missing or infinite value."""
@@ -255,6 +256,8 @@ def _check_gaps(name: str, values: Column, problems: Problems, what: str = "") -
     if gone.any():
         place = f"the {what}" if what else f"column {name!r}"
         cure = f"give --missing drop{'' if what else ' or --missing mean'}"
+        if problems.new:
+            cure = "leave out these rows; a model fitted with --missing mean would fill it in itself"
         rows = _rows(np.flatnonzero(gone), gone.size)
         problems.add(f"{place} is missing in {rows}; fill it in, or {cure}.", gap=True)
 

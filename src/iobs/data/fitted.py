@@ -141,7 +141,7 @@ class Fitted:
         rows = len(next(iter(columns.values())))
         if rows == 0:
             raise DataError(f"{file} has no rows.")
-        problems = Problems(str(file))
+        problems = Problems(str(file), new=True)
         absent = [coding.name for coding in self.codings if coding.name not in columns]
         for name in absent:
             problems.add(f"there is no column {name!r}, which the model uses.")

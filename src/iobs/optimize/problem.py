@@ -8,7 +8,7 @@ from numbers import Integral
 
 import numpy as np
 
-from iobs.errors import ProblemError, is_a
+from iobs.errors import ProblemError, is_a, shown
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
@@ -43,7 +43,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not is_a(Integral, self.k) or isinstance(self.k, bool):
-            raise ProblemError(f"k must be an integer, got {self.k!r}.")
+            raise ProblemError(f"k must be an integer, got {shown(self.k)}.")
         free = self.objective.dimension - self.objective.forced.size
         if not 0 <= self.k <= free:
             raise ProblemError(f"k must lie between 0 and the {free} coordinates there are, got {self.k}.")

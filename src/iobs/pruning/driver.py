@@ -15,7 +15,7 @@ from iobs.core.files import expanded
 from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, as_pattern
 from iobs.core.structured import Structured
-from iobs.errors import LayerSelectionError, ProblemError, is_a
+from iobs.errors import LayerSelectionError, ProblemError, is_a, shown
 from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.baselines.projection import require_global, require_memory
@@ -114,7 +114,6 @@ def prune(
     seconds = None if within is None else as_seconds(within)
     store = model if isinstance(model, Store) else Store(model)
     parsed = as_pattern(pattern)
-    require_usable(store.model, in_memory=store.in_memory, removes_units=isinstance(parsed, Structured))
     listeners = [LoggingCallback(), *callbacks]
     if isinstance(parsed, Structured):
         units = as_structured_recipe(recipe).but(**changes)
@@ -128,6 +127,7 @@ def prune(
     chosen = as_recipe(recipe).but(**changes)
     if within is not None:
         require_forms(chosen, parsed)
+    require_usable(store.model, in_memory=store.in_memory)
     store.require_possible(chosen)
     require_whole(parsed, store.whole)
 
@@ -248,7 +248,7 @@ def require_numbers(holdout: object, seed: object) -> None:
         ProblemError: one of them is no number, or outside its range.
     """
     if not is_a(Real, holdout):
-        raise ProblemError(f"holdout must be a number, got {holdout!r}.")
+        raise ProblemError(f"holdout must be a number, got {shown(holdout)}.")
     if not 0 <= holdout < 1:  # type: ignore[operator]
         raise ProblemError(f"holdout must lie in [0, 1), got {holdout}; 0.1 keeps a tenth of the samples aside.")
     require_seed(seed)
@@ -261,11 +261,11 @@ def require_seed(seed: object) -> None:
         ProblemError: it is no whole number, or outside the range of torch.
     """
     if not is_a(Integral, seed):
-        raise ProblemError(f"seed must be a whole number, got {seed!r}.")
+        raise ProblemError(f"seed must be a whole number, got {shown(seed)}.")
     if not -(2**63) <= seed < 2**64:  # type: ignore[operator]
         raise ProblemError(f"seed must lie between -2^63 and 2^64 - 1, which torch takes; got {seed}.")
 
 
 def _require_callbacks(callbacks: object) -> None:
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
-        raise ProblemError(f"callbacks must be a list of iobs.Callback objects, got {callbacks!r}.")
+        raise ProblemError(f"callbacks must be a list of iobs.Callback objects, got {shown(callbacks)}.")

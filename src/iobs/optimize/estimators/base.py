@@ -18,7 +18,7 @@ from sklearn.model_selection import BaseCrossValidator, GroupKFold, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from iobs.errors import ProblemError, is_a
+from iobs.errors import ProblemError, is_a, shown
 from iobs.optimize.estimators.plots import path_figure
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.base import Objective
@@ -418,7 +418,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         if not is_a(Integral, self.k) or not 0 <= self.k <= choices:
             raise ProblemError(
                 f"k must lie between 0 and the {choices} that can be chosen "
-                f"(n_features = {self.n_features_in_}), got {self.k!r}."
+                f"(n_features = {self.n_features_in_}), got {shown(self.k)}."
             )
         return [int(self.k)]
 

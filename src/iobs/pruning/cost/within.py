@@ -12,7 +12,7 @@ from numbers import Real
 from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
-from iobs.errors import ProblemError, is_a
+from iobs.errors import ProblemError, is_a, shown
 from iobs.pruning.cost.inputs import SAMPLING_EPOCHS
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.plan.counts import under_pattern
@@ -55,7 +55,9 @@ def as_seconds(within: object) -> float:
     elif is_a(Real, within) and within < _LONGEST:  # type: ignore[operator]
         seconds = float(within)  # type: ignore[arg-type]
     if not 0 < seconds < math.inf:
-        raise ProblemError(f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {within!r}.')
+        raise ProblemError(
+            f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {shown(within)}.'
+        )
     return seconds
 
 

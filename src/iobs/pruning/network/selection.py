@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, shown
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
@@ -216,7 +216,7 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
     chosen: set[str] = set()
     listed_patterns = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
     if not isinstance(listed_patterns, Iterable) or not all(isinstance(pattern, str) for pattern in listed_patterns):
-        raise LayerSelectionError(f"{option} takes a name pattern or a list of them, got {patterns!r}.")
+        raise LayerSelectionError(f"{option} takes a name pattern or a list of them, got {shown(patterns)}.")
     for pattern in listed_patterns:
         expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
         try:

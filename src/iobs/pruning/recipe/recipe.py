@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
-from iobs.errors import ProblemError, is_a
+from iobs.errors import ProblemError, is_a, shown
 from iobs.pruning.recipe import text
 from iobs.pruning.recipe.parts import (
     NETWORK_SOLVERS,
@@ -138,7 +138,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not is_a(Real, self.damping):
-            raise ProblemError(f"damping must be a number, got {self.damping!r}.")
+            raise ProblemError(f"damping must be a number, got {shown(self.damping)}.")
         if not 0 <= self.damping < math.inf:
             raise ProblemError(f"damping must not be negative or infinite, got {self.damping}; 0.01 is usual.")
         if not isinstance(self.rounds, Rounds):
@@ -246,7 +246,7 @@ class Recipe:
         for name, kinds in (("solver", (*REFINEMENTS.values(),)), ("refine", (*SOLVERS.values(),))):
             value = getattr(self, name)
             if isinstance(value, kinds) or not (callable(value) or isinstance(value, (str, NetworkSolver, NoneType))):  # type: ignore[arg-type]
-                raise ProblemError(f"{name} must be a name or an object with its options, got {value!r}.")
+                raise ProblemError(f"{name} must be a name or an object with its options, got {shown(value)}.")
         if self.solver is None or isinstance(self.refine, NetworkSolver):
             raise ProblemError("solver must be a name or a solver, and refine a name, a refinement or None.")
 
@@ -302,7 +302,8 @@ class Recipe:
         """
         if not isinstance(name, str) or name not in PRESETS:
             raise ProblemError(
-                f"There is no recipe {name!r}; give {', '.join(PRESETS)}, the path of a .yaml file, or an iobs.Recipe."
+                f"There is no recipe {shown(name)}; give {', '.join(PRESETS)}, the path of a .yaml file, or an "
+                "iobs.Recipe."
             )
         return PRESETS[name]
 
