@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.partition import Partition
-from iobs.core.patterns import NM, Grid, Pattern, SparseGrid, Unstructured
+from iobs.core.patterns import NM, Grid, Pattern, Rate, SparseGrid, Unstructured
 from iobs.errors import PatternError, is_a
 
 SCALE_BITS = 16
@@ -52,10 +52,10 @@ def by_channel(pattern: Pattern, columns: int, kernel: int) -> Tensor | None:
 
 
 def entries_of(pattern: Pattern) -> Pattern:
-    """The pattern without its grid; for `Grid` alone a pattern that keeps all entries."""
+    """The pattern without its grid; for `Grid` and `Rate` a pattern that keeps all entries."""
     if isinstance(pattern, SparseGrid):
         return pattern.pattern
-    return Unstructured(0.0) if isinstance(pattern, Grid) else pattern
+    return Unstructured(0.0) if isinstance(pattern, (Grid, Rate)) else pattern
 
 
 def on_grid_of(pattern: Pattern, entries: Pattern) -> Pattern:

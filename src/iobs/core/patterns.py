@@ -200,6 +200,36 @@ class SparseGrid:
         return f"{self.pattern} on {self.grid}"
 
 
+@dataclass(frozen=True)
+class Rate:
+    """Weights as whole numbers times a step for each column, whose entropy code has a number of bits a weight.
+
+    Zero is a whole number like others, the one with the shortest code. Tables, steps and classes of the code count.
+
+    Args:
+        bits: of a weight, on average.
+
+    Raises:
+        PatternError: `bits` is not a number above 0 and at most 12.
+    """
+
+    bits: float
+
+    def __post_init__(self) -> None:
+        if not is_a(Real, self.bits) or not 0 < self.bits <= _MOST_BITS:
+            raise PatternError(f"A rate has more than 0 and at most {_MOST_BITS} bits a weight, got {self.bits!r}.")
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """One group that keeps all entries."""
+        return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
+
+    def __str__(self) -> str:
+        return f"rate:{self.bits:.12g}"
+
+
+_MOST_BITS = 12
+
+
 def require_pattern(pattern: object) -> None:
     """Raise unless an object is a pattern: a number or a string is none.
 
@@ -219,11 +249,18 @@ def keep_count(size: int, sparsity: float) -> int:
 def parse(text: str) -> Pattern:
     """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
+    "rate:3.0" makes weights integers whose code has 3 bits a weight.
+
     "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,runtime=onnx".
 
     Raises:
         PatternError: the text is not a pattern.
     """
+    if text.startswith("rate:"):
+        try:
+            return Rate(float(text.removeprefix("rate:")))
+        except ValueError:
+            raise _unreadable(text) from None
     if text.startswith("structured"):
         amount, _, options = text.removeprefix("structured").lstrip(":").partition(",")
         if not amount:
@@ -260,7 +297,8 @@ def share(text: str) -> float:
 def _unreadable(text: str) -> PatternError:
     return PatternError(
         f"Cannot read the pattern {text!r}: "
-        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, a grid such as int4, or structured:30%."
+        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, a grid such as int4, a rate such as rate:3.0, or "
+        "structured:30%."
     )
 
 

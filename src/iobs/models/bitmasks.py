@@ -1,4 +1,8 @@
-"""Exact packed files, a mask bit per entry and the nonzero values: written and read one tensor at a time."""
+"""Exact packed files, written and read one tensor at a time.
+
+A tensor is stored in the shortest of three forms: the entropy code of its integers, where it has them (`Rate`); a mask
+bit per entry and the nonzero values; or as it is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from iobs.core.files import expanded, weight_index
+from iobs.core.integers import Integers, looks_coded
 from iobs.errors import ModelError
+from iobs.models.entropy_code import decode, encode
 from iobs.models.output import copy_companions
 from iobs.models.ready import is_ready, read_ready, weight_of
 from iobs.models.weights import Entry, ShardWriter, read_entries
@@ -23,6 +29,7 @@ from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
+_CODE, _CODED = ":code", "iobs_coded"  # bytes of `entropy_code`; dtype and shape by name
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,18 +54,29 @@ def pack(shard: Path, target: Path) -> None:
 def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
     packed: dict[str, Entry] = {}
     shapes: dict[str, list[int]] = {}
+    codes: dict[str, bytes] = {}
     with safe_open(shard, framework="pt") as opened:
         for name, entry in entries.items():
             size = entry.bytes // entry.dtype.itemsize
-            kept = int((_bits(opened.get_tensor(name)) != 0).sum()) if entry.dtype.is_floating_point and size else size
-            if (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
+            tensor = opened.get_tensor(name)
+            kept = int((_bits(tensor) != 0).sum()) if entry.dtype.is_floating_point and size else size
+            code = _code_of(tensor) if kept else None
+            if code is not None and len(code) < min(entry.bytes, (size + 7) // 8 + kept * entry.dtype.itemsize):
+                packed[name + _CODE] = Entry(torch.uint8, (len(code),))
+                codes[name] = code
+            elif (size + 7) // 8 + kept * entry.dtype.itemsize < entry.bytes:
                 packed[name + _MASK] = Entry(torch.uint8, ((size + 7) // 8,))
                 packed[name + _VALUES] = Entry(entry.dtype, (kept,))
                 shapes[name] = list(entry.shape)
             else:
                 packed[name] = entry
-        with ShardWriter(target, packed, {**metadata, _SHAPES: json.dumps(shapes)}) as writer:
+        coded = {name: [str(entries[name].dtype).removeprefix("torch."), *entries[name].shape] for name in codes}
+        own = {_SHAPES: json.dumps(shapes)} | ({_CODED: json.dumps(coded)} if coded else {})
+        with ShardWriter(target, packed, {**metadata, **own}) as writer:
             for name in entries:
+                if name in codes:
+                    writer.put(name + _CODE, torch.frombuffer(bytearray(codes.pop(name)), dtype=torch.uint8))
+                    continue
                 tensor = opened.get_tensor(name)
                 if name not in shapes:
                     writer.put(name, tensor)
@@ -66,6 +84,14 @@ def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metad
                 mask = _bits(tensor) != 0
                 writer.put(name + _MASK, torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
                 writer.put(name + _VALUES, tensor.flatten()[mask])
+
+
+def _code_of(tensor: Tensor) -> bytes | None:
+    """The entropy code of the integers of a tensor; None if it has none."""
+    if not looks_coded(tensor) or bool((tensor == 0).logical_and(tensor.signbit()).any()):
+        return None
+    integers = Integers.of(tensor.flatten(1))
+    return None if integers is None else encode(integers)
 
 
 def unpack(path: str | Path, directory: Path) -> None:
@@ -144,12 +170,21 @@ def _contents(file: Path) -> tuple[dict[str, Entry], dict[str, list[int]], dict[
     entries, metadata = read_entries(file)
     try:
         shapes = json.loads(metadata.pop(_SHAPES))
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        coded = {
+            name: Entry(getattr(torch, dtype), tuple(shape))
+            for name, (dtype, *shape) in json.loads(metadata.pop(_CODED, "{}")).items()
+        }
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
     _require_parts(file, shapes, entries)
+    if lost := [name for name in coded if name + _CODE not in entries]:
+        raise ModelError(f"{file} is damaged (the code of {lost[0]!r} is not there); copy or pack it again.")
     dense: dict[str, Entry] = {}
     for name, entry in entries.items():
-        if name.removesuffix(_MASK) in shapes:
+        if name.removesuffix(_CODE) in coded:
+            whole = name.removesuffix(_CODE)
+            dense[whole] = coded[whole]
+        elif name.removesuffix(_MASK) in shapes:
             whole = name.removesuffix(_MASK)
             dense[whole] = Entry(entries[whole + _VALUES].dtype, tuple(shapes[whole]))
         elif name.removesuffix(_VALUES) not in shapes:
@@ -161,7 +196,11 @@ def _unpack(file: Path, target: Path) -> None:
     dense, shapes, metadata = _contents(file)
     try:
         with safe_open(file, framework="pt") as opened, ShardWriter(target, dense, metadata) as writer:
+            names = set(opened.keys())
             for name, entry in dense.items():
+                if name not in names and name not in shapes:
+                    writer.put(name, _decoded(opened.get_tensor(name + _CODE), name, entry))
+                    continue
                 stored = [name + _MASK, name + _VALUES] if name in shapes else [name]
                 tensors = {part: opened.get_tensor(part) for part in stored}
                 writer.put(name, _expanded(tensors, name, entry) if name in shapes else tensors[name])
@@ -199,6 +238,18 @@ def _unround(file: Path, target: Path) -> None:
     with ShardWriter(target, entries, {"format": "pt"}) as writer:
         for name in entries:
             writer.put(name, contents.tensors[name] if name in contents.tensors else layers[name].dense())
+
+
+def _decoded(code: Tensor, name: str, entry: Entry) -> Tensor:
+    """The tensor of an entropy code.
+
+    Raises:
+        ModelError: it is damaged, or has another shape.
+    """
+    integers = decode(code.numpy().tobytes(), repr(name))
+    if integers.codes.shape[0] != entry.shape[0] or integers.codes.numel() != math.prod(entry.shape):
+        raise ModelError(f"The code of {name!r} is that of another shape; the packed file is damaged.")
+    return integers.weight(entry.dtype).reshape(entry.shape)
 
 
 def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:

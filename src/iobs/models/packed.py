@@ -1,4 +1,4 @@
-"""Packed storage of sparse weights in safetensors files: one mask bit per entry, and the nonzero values.
+"""Packed storage of weights in safetensors files: masks and nonzero values, or entropy codes (`bitmasks.py`).
 
 Files that are ready to run (`models.ready`) round the weights instead, and need no unpacking.
 

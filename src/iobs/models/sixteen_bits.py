@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from iobs.core.integers import looks_coded
+
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -47,8 +49,15 @@ def widen(module: nn.Module) -> None:
 
 @contextmanager
 def stored_as_half(module: nn.Module) -> Iterator[None]:
-    """Convert widened tensors to their own dtype while they are saved. Then they keep the rounded, saved values."""
-    widened = [*_widened(module)]
+    """Convert widened tensors to their own dtype while they are saved. Then they keep the rounded, saved values.
+
+    Integers times steps stay in float32, where their products are exact, so that their code does not get lost.
+    """
+    widened = [
+        (tensor, dtype)
+        for tensor, dtype in _widened(module)
+        if torch.equal(tensor.to(dtype).float(), tensor) or not looks_coded(tensor)
+    ]
     for tensor, dtype in widened:
         tensor.data = tensor.data.to(dtype)
     try:

@@ -21,7 +21,7 @@ from itertools import count
 
 from torch import Tensor
 
-from iobs.core.grids import Budget, grid_of
+from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -37,6 +37,7 @@ from iobs.pruning.decisions.rounds import decide_growth, decide_steps, scheduled
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
+from iobs.pruning.layerwise.grids import is_rounded
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
 from iobs.pruning.layerwise.projection import Projection
@@ -145,7 +146,7 @@ def project_layers(
     sweep = sweep_of(workspace, workspace.portion(index), index)
     if recipe.blocks is not None and sweep.chain:
         Reconstruction(workspace, sweep, projection, recipe.blocks).run()
-    elif workspace.ranks.size == 1 and recipe.reads_weights_only and not any(map(grid_of, patterns.values())):
+    elif workspace.ranks.size == 1 and recipe.reads_weights_only and not is_rounded(patterns.values()):
         sweep = project_by_weights(workspace, projection, sweep)
     else:
         projection.project_all(sweep.groups())
@@ -447,7 +448,7 @@ def _note_lost_zeros(workspace: Workspace) -> None:
         pattern, advice = workspace.request.pattern, "keep_zeros=True keeps them."
         if workspace.request.sites.sites:
             advice = "Remove units first, and prune entries afterwards."
-        elif isinstance(pattern, Budget) or grid_of(pattern) is not None:
+        elif isinstance(pattern, Budget) or is_rounded([pattern]):
             advice = "Ask for the zeros and the grid in one run."
         workspace.callbacks.on_note(f"{lost:,} of the {zeros:,} zeros that the matrices had hold values now. {advice}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, weight_files
 from iobs.core.grids import BITS, Budget, by_channel, codes_and_scales, entries_of, grid_of, stored_bits
-from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
+from iobs.core.integers import Integers
+from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, is_compressed, library_class, projections
 from iobs.pruning.report import AuditRow
 
+_SLACK = 1.01  # integers that are read back from weights may have a code longer by so much
+_CHANGED = "The layer was pruned to another pattern, or changed since."
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
 # Name, weights (rows, columns), and the positions of the kernel that it may have (`check`).
@@ -37,10 +41,10 @@ def audit(
         source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
         pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
             there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
-            for all layers together, not for each layer. A `Budget` holds for all layers together, too.
+            for all layers together, not for each layer. A `Budget` or a `Rate` holds for all layers together, too.
         layers: names of the pruned layers, or one name. By default these are layers with at least a tenth of the zeros
-            that the pattern asks for; dense layers may hold a few zeros. For a budget, and for a grid that keeps all
-            entries, they are the layers on a grid.
+            that the pattern asks for; dense layers may hold a few zeros. For a budget, a rate, and a grid that keeps
+            all entries, they are the layers on a grid, or of integers times steps.
 
     Returns:
         One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
@@ -58,7 +62,7 @@ def audit(
     with closing(_of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))) as matrices:
         return (
             _within(expected, matrices, layers)
-            if isinstance(expected, Budget)
+            if isinstance(expected, (Budget, Rate))
             else _checked(expected, matrices, layers)
         )
 
@@ -87,27 +91,36 @@ def _checked(pattern: Pattern | None, matrices: Iterator[Matrix], layers: Collec
     return rows
 
 
-def _within(budget: Budget, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
-    """Rows of matrices whose grids need at most the bits of a budget together; `bits` is positive for these."""
+def _within(budget: Budget | Rate, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
+    """Rows of matrices that need at most the bits of a budget together; `bits` is positive for these."""
     rows = []
     for name, matrix, _ in matrices:
         row = counted(name, matrix)
         if layers is None or name in layers:
-            row.bits = _fewest_bits(matrix, budget)
+            row.bits = coded_bits(matrix) if isinstance(budget, Rate) else _fewest_bits(matrix, budget)
         if row.bits is None and layers is not None and name in layers:
-            raise AuditError(
-                f"The weights of layer {name!r} lie on no grid of {', '.join(map(str, BITS))} bits with groups of "
-                f"{budget.group}. The layer was pruned to another pattern, or changed since."
-            )
+            raise AuditError(f"The weights of layer {name!r} {_not_stored(budget)}. {_CHANGED}")
         rows.append(row)
     _require_known(layers, rows)
     stored = [row for row in rows if row.bits is not None]
     if not stored:
-        raise AuditError(f"No layer lies on a grid with groups of {budget.group}: nothing was pruned to {budget}.")
+        raise AuditError(f"Nothing was pruned to {budget}: the weights of all layers {_not_stored(budget)}.")
     bits = sum(row.bits or 0 for row in stored) / sum(row.weights for row in stored)
-    if bits > budget.bits_per_weight:
-        raise AuditError(f"The {len(stored)} layers on a grid need {bits:.4f} bits a weight, more than {budget}.")
+    if bits > (budget.bits * _SLACK if isinstance(budget, Rate) else budget.bits_per_weight):
+        raise AuditError(f"The {len(stored)} layers need {bits:.4f} bits a weight, more than {budget}.")
     return rows
+
+
+def _not_stored(budget: Budget | Rate) -> str:
+    if isinstance(budget, Rate):
+        return "are no integers times a step for each column"
+    return f"lie on no grid of {', '.join(map(str, BITS))} bits with groups of {budget.group}"
+
+
+def coded_bits(matrix: Tensor) -> int | None:
+    """Bits of a matrix as coded integers, the whole number above them; None if it is none."""
+    integers = Integers.of(matrix)
+    return None if integers is None else math.ceil(integers.bits())
 
 
 def _require_known(names: Collection[str] | None, rows: Sequence[AuditRow]) -> None:
@@ -266,15 +279,22 @@ def audit_layers(
     Raises:
         AuditError: a layer has fewer zeros than its pattern asks for, or a weight that is not on its grid.
     """
-    rows = []
+    rows, used, allowed = [], 0.0, 0.0
     with torch.no_grad():
         for layer, pattern in patterns.items():
             dtype = layer.stored(model).dtype if dtype_of is None else dtype_of(layer)
             matrix = layer.read(model).to(dtype)
             row = counted(layer.name, matrix, asked_zeros(pattern, layer.shape))
-            row.bits = stored_bits(pattern, layer.shape)
+            row.bits = coded_bits(matrix) if isinstance(pattern, Rate) else stored_bits(pattern, layer.shape)
             rows.append(row)
             check(layer.name, matrix, pattern, (layer.kernel,))  # every group, not only the total
+            if isinstance(pattern, Rate):
+                if row.bits is None:
+                    raise AuditError(f"The weights of layer {layer.name!r} {_not_stored(pattern)}. {_CHANGED}")
+                allowed += pattern.bits * row.weights
+                used += row.bits
+    if used > _SLACK * allowed:
+        raise AuditError(f"The layers need {used / allowed:.3f} times the bits of their rates. {_CHANGED}")
     return rows
 
 

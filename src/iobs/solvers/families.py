@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import Budget
-from iobs.core.patterns import Grid, Pattern, SparseGrid, require_pattern
+from iobs.core.patterns import Grid, Pattern, Rate, SparseGrid, require_pattern
 from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
@@ -25,6 +25,7 @@ from iobs.solvers.obc import OBC
 from iobs.solvers.protocols import Refinement, Solver
 from iobs.solvers.refit import Refit
 from iobs.solvers.sparsegpt import SparseGPT
+from iobs.solvers.successive_rounding import SuccessiveRounding
 from iobs.solvers.swap import Swap
 
 Solvers = Mapping[str, Callable[..., Solver]]
@@ -61,6 +62,7 @@ GRID_SOLVERS: Solvers = {
     "obr": OBROrder,
     "magnitude": RoundToNearest,
 }
+RATE_SOLVERS: Solvers = {"rounding": SuccessiveRounding}
 BUDGETED = {"admm", "search"}  # solvers with a `budget` option
 
 
@@ -84,6 +86,7 @@ class SolverFamily:
 ENTRIES = SolverFamily(SOLVERS, REFINEMENTS, "admm")
 COLUMN_GROUPS = SolverFamily(GROUP_SOLVERS, GROUP_REFINEMENTS, "search", whole_columns=True)
 GRIDS = SolverFamily(GRID_SOLVERS, {}, "admm")
+RATES = SolverFamily(RATE_SOLVERS, {}, "rounding")
 
 
 def family_of(pattern: Pattern) -> SolverFamily:
@@ -97,6 +100,8 @@ def family_of(pattern: Pattern) -> SolverFamily:
         raise PatternError("A budget is divided among the layers of a network by iobs.prune; give a pattern here.")
     if isinstance(pattern, (Grid, SparseGrid)):
         return GRIDS
+    if isinstance(pattern, Rate):
+        return RATES
     return COLUMN_GROUPS if isinstance(pattern, Groups) else ENTRIES
 
 

@@ -207,6 +207,8 @@ def _finished(
     if "scales" in stats:  # of values on a grid, in the units of the weights
         # Scales stay wider than weights of half precision, which are then products that are rounded once.
         stats["scales"] = (stats["scales"] * unit).to(torch.promote_types(quadratic.dtype, torch.float32))
+    if "steps" in stats:  # of the columns of coded integers
+        stats["steps"] = stats["steps"] * unit
     if "bound" in stats:  # of the loss, in the units of the weights and of the Hessian
         stats["bound"] = stats["bound"] * unit**2 * _power(_mean_curvature(quadratic))
     if "penalty" in stats:  # of the l1 norm, which has the units of the weights

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import Budget
+from iobs.core.integers import least_bits
 from iobs.core.modes import full_precision
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.errors import IOBSError, PatternError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
@@ -303,6 +304,8 @@ def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
             index = tuple(range(shape[1]))
         kept = tuple(range((max(index) + 2) // 2))
         return ChosenGroups(index, keep=len(kept), chosen=kept)
+    if isinstance(pattern, Rate):  # steps of the columns of a small matrix need many bits
+        return Rate(min(max(pattern.bits, least_bits(shape) + 1), 12))
     if isinstance(pattern, Budget):
         return pattern.choice(4, shape[0] * shape[1] // 2, shape)
     try:

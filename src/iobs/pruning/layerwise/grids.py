@@ -1,24 +1,26 @@
-"""Layers whose weights lie on a grid: their solvers, their stored values, and gradient steps that keep the grid."""
+"""Layers whose weights lie on a grid or are coded integers: solvers, stored values, gradient steps that keep both."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core.grids import Budget, codes_and_scales, grid_of, over_columns, snapped
-from iobs.core.patterns import Grid, Pattern, Unstructured
+from iobs.core.integers import Integers
+from iobs.core.patterns import Grid, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings
 from iobs.solvers import Solver
 from iobs.solvers.admm import ADMM
-from iobs.solvers.families import ENTRIES, GRID_SOLVERS, SOLVERS, UNIT_SOLVERS, family_of
+from iobs.solvers.families import ENTRIES, GRID_SOLVERS, RATE_SOLVERS, SOLVERS, UNIT_SOLVERS, family_of
 from iobs.solvers.gridded.baselines import GPTQ
 from iobs.solvers.gridded.search import GridSearch
+from iobs.solvers.successive_rounding import SuccessiveRounding
 
 _S = TypeVar("_S")
 _FOR_GRIDS_ALONE = GRID_SOLVERS.keys() - SOLVERS.keys()
@@ -33,6 +35,9 @@ def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[
     """
     for layer, pattern in patterns.items():
         solver = settings[layer].solver
+        if isinstance(pattern, Rate):
+            _require_rate_solver(solver, settings[layer], pattern)
+            continue
         if isinstance(pattern, Budget):
             pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
@@ -69,11 +74,21 @@ def require_exact(patterns: Mapping[Layer, Pattern], normed: Collection[str]) ->
         ProblemError: a layer has one.
     """
     for layer, pattern in patterns.items():
-        if layer.key in normed and (isinstance(pattern, Budget) or grid_of(pattern) is not None):
+        if layer.key in normed and (isinstance(pattern, (Budget, Rate)) or grid_of(pattern) is not None):
             raise ProblemError(
                 f"The weight of {layer.name!r} has a weight norm, whose rounding would take it off the grid of "
                 f"{pattern}. Make it a plain weight first: iobs.fold(model)."
             )
+
+
+def _require_rate_solver(solver: object, settings: LayerSettings, pattern: Pattern) -> None:
+    """Raise unless the settings of a layer leave its integers to `SuccessiveRounding`."""
+    usual = isinstance(solver, (ADMM, SuccessiveRounding)) or solver in ("admm", *RATE_SOLVERS)
+    if not usual or settings.refine is not None or settings.keep_zeros:
+        raise ProblemError(
+            f"The pattern {pattern} is solved by successive rounding alone: leave out solver, refine and keep_zeros; "
+            'the recipes "one-shot", "fast" and "best" have none that it does not take.'
+        )
 
 
 def _require_grid_solver(solver: object, pattern: Pattern) -> None:
@@ -86,8 +101,16 @@ def _require_grid_solver(solver: object, pattern: Pattern) -> None:
         raise ProblemError(f'GPTQ rounds dense weights: use "sparsegpt" for the pattern {pattern}.')
 
 
-def solver_for(solver: str | Solver, pattern: Pattern) -> str | Solver:
-    """The solver of a recipe, as it solves a pattern: on a grid `ADMM` becomes the search with its budget."""
+def solver_for(solver: str | Solver, pattern: Pattern, dtype: torch.dtype) -> str | Solver:
+    """The solver of a recipe, as it solves a pattern: on a grid `ADMM` becomes the search with its budget.
+
+    Args:
+        solver: of the recipe.
+        pattern: of the layer.
+        dtype: of the layer's weights, which limits coded integers.
+    """
+    if isinstance(pattern, Rate):
+        return solver if isinstance(solver, SuccessiveRounding) else SuccessiveRounding(dtype)
     if isinstance(solver, ADMM) and grid_of(pattern) is not None:
         return GridSearch(solver.budget)
     return solver
@@ -102,6 +125,10 @@ def solver_without_grid(solver: _S) -> _S | ADMM:
 def stored_weight(solution: Solution, pattern: Pattern, dtype: torch.dtype) -> Tensor:
     """The weights of a solution as they are stored: on a grid, codes times scales of 16 bits in the dtype."""
     grid = grid_of(pattern)
+    if isinstance(pattern, Rate):
+        steps, factors = solution.stats["steps"], solution.stats["factors"]
+        codes = (solution.weight / (factors[:, None] * steps)).round()
+        return Integers(codes.to(torch.int32), steps, factors).weight(dtype)
     if grid is None:
         return solution.weight
     return snapped(solution.weight, solution.stats["scales"], grid, dtype)
@@ -115,21 +142,26 @@ def free_zeros(masks: dict[str, Tensor], patterns: Mapping[Layer, Pattern]) -> d
         patterns: of every layer.
     """
     for layer, pattern in patterns.items():
-        if isinstance(pattern, Grid) and layer.key in masks:
+        if isinstance(pattern, (Grid, Rate)) and layer.key in masks:
             layer.write_into(masks[layer.key], torch.ones(layer.shape, dtype=torch.bool))
     return masks
 
 
+def is_rounded(patterns: Iterable[Pattern]) -> bool:
+    """True if a pattern puts weights on a grid, or makes them coded integers."""
+    return any(isinstance(pattern, Rate) or grid_of(pattern) is not None for pattern in patterns)
+
+
 def rounding_of(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> GridRounding | None:
-    """The rounding of gradient steps to the grids of some layers, on which their weights lie; None without grids."""
-    on_grids = any(grid_of(pattern) is not None for pattern in patterns.values())
-    return GridRounding(model, patterns) if on_grids else None
+    """The rounding of gradient steps to the values that the patterns allow; None if all values are free."""
+    return GridRounding(model, patterns) if is_rounded(patterns.values()) else None
 
 
 class GridRounding:
     """Rounding of trained parameters to the grids of the layers in them, with the scales of the current weights.
 
-    Gradient steps change masters, and gradients are those at the rounded values: straight-through estimation.
+    Gradient steps change masters, and gradients are those at the rounded values: straight-through estimation. Coded
+    integers stay, so that their code does; the steps of their columns follow the masters.
 
     Args:
         model: its weights lie on their grids.
@@ -138,8 +170,13 @@ class GridRounding:
 
     def __init__(self, model: nn.Module, patterns: Mapping[Layer, Pattern]) -> None:
         self._scales: dict[str, list[tuple[Layer, Grid, Tensor]]] = {}
+        self._integers: dict[str, list[tuple[Layer, Integers]]] = {}
         for layer, pattern in patterns.items():
             grid = grid_of(pattern)
+            if isinstance(pattern, Rate):
+                integers = Integers.of(layer.read(model).to(layer.stored(model).dtype))
+                assert integers is not None, f"{layer.name} holds no integers times steps"
+                self._integers.setdefault(layer.key, []).append((layer, integers))
             if grid is not None:
                 dtype = layer.stored(model).dtype
                 _, scales = codes_and_scales(layer.read(model).to(dtype), grid)
@@ -147,10 +184,12 @@ class GridRounding:
 
     def __call__(self, name: str, master: Tensor, dtype: torch.dtype) -> Tensor:
         """The value to store for the master of a parameter, in the dtype of the parameter."""
-        if name not in self._scales:
+        if name not in self._scales and name not in self._integers:
             return master
         value = master.to(dtype, copy=True)
-        for layer, grid, scales in self._scales[name]:
+        for layer, integers in self._integers.get(name, ()):
+            layer.write_into(value, integers.towards(layer.matrix(master), dtype).weight(dtype))
+        for layer, grid, scales in self._scales.get(name, ()):
             spread = over_columns(scales, grid, layer.shape[1]).to(master.device)
             codes = (layer.matrix(master) / spread).round_().clamp_(-grid.levels, grid.levels)
             layer.write_into(value, (codes * spread).to(dtype))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from iobs.core.column_groups import Groups
 from iobs.core.grids import entries_of, on_grid_of
-from iobs.core.patterns import NM, Grid, Pattern, Unstructured, as_pattern
+from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured, as_pattern
 from iobs.errors import LayerSelectionError, PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
@@ -85,7 +85,7 @@ def require_fit(layers: Sequence[Layer], pattern: Pattern) -> None:
 def patterns_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
     """The pattern of each group's rows; a layer's exact count is spread evenly over its groups."""
     entries = entries_of(pattern)
-    whole = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(pattern, Grid)
+    whole = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(pattern, (Grid, Rate))
     if layer.groups == 1 or not whole:
         return [pattern] * layer.groups
     keep = pattern.groups(layer.shape).keep
@@ -107,7 +107,7 @@ def thinner(pattern: Pattern, layer: Layer, share: float) -> Pattern:
     N:M patterns and grids that keep all entries are unchanged.
     """
     entries = entries_of(pattern)
-    if not isinstance(entries, Unstructured) or isinstance(pattern, Grid):
+    if not isinstance(entries, Unstructured) or isinstance(pattern, (Grid, Rate)):
         return pattern
     return on_grid_of(pattern, Unstructured(share_of(entries, layer) * share, per=entries.per))
 

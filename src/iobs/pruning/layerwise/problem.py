@@ -10,12 +10,13 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
-from iobs.core.grids import by_channel, entries_of, grid_of
-from iobs.core.patterns import NM, Grid, Pattern, RowsOf, Unstructured, top_mask
+from iobs.core.grids import by_channel, entries_of
+from iobs.core.integers import FACTOR_BITS, factor_bits, short
+from iobs.core.patterns import NM, Grid, Pattern, Rate, RowsOf, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
-from iobs.pruning.layerwise.grids import solver_for
+from iobs.pruning.layerwise.grids import is_rounded, solver_for
 from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings, NetworkSolver
@@ -43,6 +44,7 @@ class Task:
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
         importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
+        stored: dtype of the weights in the model or its files, which limits coded integers.
     """
 
     layer: Layer
@@ -53,6 +55,7 @@ class Task:
     zeros: Tensor | None = None
     bias: Tensor | None = None
     importance: Tensor | None = None
+    stored: torch.dtype = torch.float32
 
     def statistics(self, statistics: Statistics) -> Statistics:
         """The statistics of the problem: of inputs without their means if the bias is refitted."""
@@ -180,7 +183,9 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
     if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
-    return task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
+    scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
+    # Of coded integers each row has a factor, which is a number of few bits.
+    return 1 / short(1 / scale, factor_bits(task.stored)) if isinstance(task.pattern, Rate) else scale
 
 
 def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:
@@ -191,6 +196,8 @@ def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drif
     stats = solution.stats
     if "scales" in stats:  # of weights on a grid
         stats = {**stats, "scales": stats["scales"] / scale}
+    if "factors" in stats:  # of coded integers: the scale is the rounded reciprocal of a number of few bits
+        stats = {**stats, "factors": short(1 / scale[:, 0].double(), FACTOR_BITS)}
     return Solution(solution.weight / scale, solution.mask, problem, stats)
 
 
@@ -199,7 +206,7 @@ def _solver_of(task: Task) -> str | Solver | None:
     if isinstance(task.pattern, Groups):
         return solver_of_groups(task.settings.solver)
     assert not isinstance(task.settings.solver, NetworkSolver)
-    return solver_for(task.settings.solver, task.pattern)
+    return solver_for(task.settings.solver, task.pattern, task.stored)
 
 
 def solver_of_groups(solver: str | Solver | NetworkSolver) -> str | Solver | None:
@@ -240,7 +247,7 @@ def _problem(
     gram = statistics.calibration
     current = task.current[part].to(hessian.dtype)
     # The scales of a grid depend on the inputs even if magnitude chooses the mask.
-    reads_no_data = task.settings.reads_weights_only and grid_of(task.pattern) is None
+    reads_no_data = task.settings.reads_weights_only and not is_rounded([task.pattern])
     if reads_no_data or not bool(hessian.diagonal().any()):
         # Magnitude is asked for, or all inputs are zero, so every mask has the same error: keep the largest weights.
         return Quadratic.at(current, torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)), 0.0

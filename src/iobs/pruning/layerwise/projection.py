@@ -193,6 +193,7 @@ class Projection:
             zeros=None if not self.settings[layer].keep_zeros else current if dense is None else dense,
             bias=self._bias(layer),
             importance=self.importance.get(layer),
+            stored=self.store.stored_dtype(layer),
         )
 
     def _bias(self, layer: Layer) -> Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from iobs.core.grids import BITS, Budget, on_grid_of
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.network.layers import Layer
@@ -25,6 +25,7 @@ from iobs.pruning.plan.counts import (
     within_support,
 )
 from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of, recipe_of_curves
+from iobs.pruning.plan.rates import divide_rate
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, output_count, search
 from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation
@@ -46,6 +47,8 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
         # Of whole blocks and experts the layers that are refitted keep all columns.
         return (dict(workspace.request.patterns), []) if pattern.whole else allocate_widths(workspace, pattern)
     patterns = dict(workspace.request.patterns)
+    if isinstance(pattern, Rate):
+        return {**patterns, **_rates(workspace, pattern)}, []
     allocation = under_pattern(workspace.recipe.division, pattern)
     layers = tuple(layer for layer, own in patterns.items() if own is pattern)
     if allocation.criterion == "uniform" or not layers:
@@ -104,6 +107,19 @@ def _zeros(
     keeps = {layer: values["keeps"][layer.name] for layer in layers if layer.name in values["keeps"]}
     plan = {layer: on_grid_of(pattern, Unstructured(keep=keep)) for layer, keep in keeps.items()}
     return plan, [allocation_record(record) for record in values["records"]]
+
+
+def _rates(workspace: Workspace, rate: Rate) -> dict[Layer, Pattern]:
+    """The rate of every layer that shares that of the run; the same for all if the recipe says so."""
+    layers = tuple(layer for layer, own in workspace.request.patterns.items() if own is rate)
+    if workspace.recipe.division.criterion == "uniform" or not layers:
+        return {}
+    found = workspace.remembered(
+        "rates", lambda: {layer.name: bits for layer, bits in divide_rate(workspace, rate, layers).items()}
+    )
+    bits = {layer: found[layer.name] for layer in layers if layer.name in found}
+    workspace.note(f"Bits of {len(bits)} layers: {min(bits.values()):.2f} to {max(bits.values()):.2f} a weight.")
+    return {layer: Rate(of_layer) for layer, of_layer in bits.items()}
 
 
 def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer, ...]) -> tuple[str, Samples]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from iobs.core.grids import Budget, entries_of
-from iobs.core.patterns import Grid, Pattern, Unstructured, keep_count
+from iobs.core.patterns import Grid, Pattern, Rate, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
@@ -87,6 +87,8 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
                 f"{allocation.criterion!r}."
             )
         return replace(allocation, criterion="fisher")
+    if isinstance(pattern, Rate) and allocation in (Allocation("fisher"), Allocation("auto")):
+        return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None
     if fixed and allocation.criterion not in ("auto", "uniform"):
         raise PatternError(
@@ -139,7 +141,7 @@ def measured_densities(sparsity: float) -> list[float]:
 def global_sparsity(pattern: Pattern) -> float | None:
     """The sparsity of the whole model if the pattern leaves the counts of layers open, otherwise None."""
     entries = entries_of(pattern)
-    if isinstance(pattern, Grid) or not isinstance(entries, Unstructured) or entries.per != "layer":
+    if isinstance(pattern, (Grid, Rate)) or not isinstance(entries, Unstructured) or entries.per != "layer":
         return None
     return entries.sparsity
 

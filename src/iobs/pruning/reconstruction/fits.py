@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from iobs.core.grids import grid_of
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import Stream
@@ -18,7 +17,7 @@ from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES, Descent, StepCheck
 from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, Window
 from iobs.pruning.descent.masters import Masters
 from iobs.pruning.descent.rates import RateTrials, block_trials, network_trials
-from iobs.pruning.layerwise.grids import free_zeros, rounding_of
+from iobs.pruning.layerwise.grids import free_zeros, is_rounded, rounding_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction.stored_fits import StoredFits
@@ -125,7 +124,7 @@ class Fits:
     def _rate(self, window: Window, descent: Descent, before: float | None = None) -> float:
         """The learning rate, chosen by trials on the first window, and again on the first with values on a grid."""
         patterns = self.patterns.values()
-        on_grids = window.final and any(grid_of(pattern) is not None for pattern in patterns)
+        on_grids = window.final and is_rounded(patterns)
         if on_grids not in self.rates:
             values = " on grids" if on_grids else ""
             key = f"round {self.stored.index} rate of blocks{values}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.grids import entries_of
-from iobs.core.patterns import NM, Grid, Pattern
+from iobs.core.patterns import NM, Grid, Pattern, Rate
 from iobs.pruning.calibration.blocks import hidden_of, number_of_block
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.sweep import Sweep
@@ -187,11 +187,11 @@ class Reconstruction:
 def growing(pattern: Pattern, layer: Layer, count: int) -> list[Pattern]:
     """The patterns of `count` projections of a layer: sparsity grows to that of `pattern`; equal ones are left out.
 
-    Values lie on a grid after the last projection only. A dense grid has one projection.
+    Values lie on a grid after the last projection only. A dense grid and coded integers have one projection.
     """
     patterns: list[Pattern] = []
     entries = entries_of(pattern)
-    for step in range(0 if isinstance(pattern, Grid) else count - 1):
+    for step in range(0 if isinstance(pattern, (Grid, Rate)) else count - 1):
         share = 1 - (1 - _FIRST_SHARE) * ((count - 1 - step) / (count - 1)) ** _GROWTH
         if isinstance(entries, NM):
             zeros = max(1, round(share * (entries.of - entries.keep)))

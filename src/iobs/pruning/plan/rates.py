@@ -1,0 +1,122 @@
+"""Bits of every layer under one rate for all, in one sweep through the dense model.
+
+A layer with an error of c^2 / 12 in each of its n entries has the damage n f c^2 / 24, f being the price of its rows.
+So layers of equal slope have the same f c^2: one number divides the bits of a network. The bits of a layer follow from
+the spreads of its columns in its own metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from iobs.core.integers import least_bits
+from iobs.core.linalg import cholesky
+from iobs.core.patterns import Rate
+from iobs.errors import PatternError
+from iobs.pruning.calibration.sweep import Moments, Sweep
+from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS
+from iobs.pruning.recipe import LayerSettings
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.workspace import Workspace
+from iobs.solvers.successive_rounding import bits_at
+
+_LEAST_DAMPING = 1e-4  # Grams of few samples are singular
+_FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
+_STEPS = 60  # of a bisection
+
+
+@torch.no_grad()
+def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> dict[Layer, float]:
+    """Bits a weight of every layer that receives input.
+
+    Args:
+        workspace: state of the run; the model is dense.
+        rate: of all layers together.
+        layers: the layers.
+
+    Raises:
+        PatternError: the rate is less than the steps and tables of the layers need.
+    """
+    fisher = workspace.fisher  # before the sweep: its passes load and release blocks
+    sweep = Sweep(
+        workspace.store.model,
+        workspace.fit.first(workspace.fit.samples, CURVE_TOKENS),
+        workspace.fit.first(0),
+        layers,
+        workspace.chain,
+        moments=Moments(workspace.request.seed, POSITIONS),
+        ranks=current(),
+        residency=workspace.store,
+        changes=False,
+    )
+    settings = workspace.recipe.for_layers(layers)
+    octaves: dict[Layer, Tensor] = {}
+    for group in sweep.groups():
+        statistics = group.statistics()
+        for layer in group.layers:
+            gram = statistics.calibration
+            prices = fisher.price(layer, gram)
+            weight = layer.read(workspace.store.model).double()
+            if prices is not None:
+                weight = weight * prices.to(weight.device).sqrt()[:, None]
+            octaves[layer] = _octaves(weight, gram.own, settings[layer])
+            workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
+    return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
+
+
+def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
+    """Logarithms of the spreads of columns in the metric of a layer, (groups, columns), on the processor.
+
+    Args:
+        weight: (rows, columns) float64, its rows scaled by the roots of their prices.
+        grams: (groups, columns, columns).
+        settings: of the layer.
+    """
+    parts = weight.reshape(len(grams), -1, weight.shape[1])
+    found = []
+    for rows, gram in zip(parts, grams.double(), strict=True):
+        damping = max(settings.damping, _LEAST_DAMPING) * float(gram.diagonal().mean())
+        shifted = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        found.append(torch.log2((rows.square().mean(0).sqrt() * cholesky(shifted).diagonal()).clamp_min(1e-30)))
+    return torch.stack(found).cpu()
+
+
+def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mapping[Layer, Tensor]) -> dict[Layer, float]:
+    """Bits a weight of layers with one error for all, which on average are those of the rate.
+
+    Args:
+        rate: of all layers together.
+        shapes: of the layers.
+        octaves: logarithms of the spreads of their columns.
+
+    Raises:
+        PatternError: the rate is less than the steps and tables of the layers need.
+    """
+    weights = {layer: rows * columns for layer, (rows, columns) in shapes.items()}
+    total = sum(weights.values())
+    least = sum(weights[layer] * (least_bits(shape) + _FEWEST) for layer, shape in shapes.items()) / total
+    if least > rate.bits:
+        raise PatternError(
+            f"Steps and tables of these layers alone need {least:.2f} bits a weight, more than {rate} has; give more, "
+            "or leave small layers dense by a rule."
+        )
+
+    def bits(level: float) -> dict[Layer, float]:
+        return {
+            layer: min(least_bits(shapes[layer]) + max(float(bits_at(spread, level).mean()), _FEWEST), 12.0)
+            for layer, spread in octaves.items()
+        }
+
+    def average(level: float) -> float:
+        return sum(weights[layer] * of_layer for layer, of_layer in bits(level).items()) / total
+
+    low = min(float(spread.min()) for spread in octaves.values()) - 40
+    high = max(float(spread.max()) for spread in octaves.values()) + 40
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if average(middle) > rate.bits else (low, middle)
+    return bits(high)

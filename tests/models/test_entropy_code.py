@@ -1,0 +1,77 @@
+"""The entropy code of integers: a slow reading of its definition, its size, and damage."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from iobs.core.integers import Integers, raw_bits
+from iobs.errors import ModelError
+from iobs.models import entropy_code
+from iobs.models.entropy_code import decode, encode
+
+
+def matrix(rows=60, columns=30, spread=2.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spreads = spread * torch.exp(torch.randn(columns, generator=generator))
+    codes = (torch.randn(rows, columns, generator=generator) * spreads).round().to(torch.int32)
+    return Integers(codes, torch.full((columns,), 0.5), torch.ones(rows))
+
+
+def decoded_slowly(data):
+    """The integers of `encode`, symbol by symbol with the formulas of asymmetric numeral systems."""
+    rows, columns, count, side_bytes, words = struct.unpack_from("<5I", data)
+    side = zlib.decompress(data[20 : 20 + side_bytes])[2 * columns + 2 * rows :]
+    by_column, by_row = np.frombuffer(side, np.int8, columns), np.frombuffer(side, np.int8, rows, columns)
+    entries = np.frombuffer(side[rows + columns :], entropy_code._ENTRY)
+    tables = {int(entry["number"]): (entropy_code._starts(*entry.tolist()), int(entry["low"])) for entry in entries}
+    stream = iter(np.frombuffer(data, np.uint16, words, 20 + side_bytes).tolist())
+    states = [next(stream) << 16 | next(stream) for _ in range(count)]
+    found = []
+    for n in range(rows * columns):
+        number = max(0, int(by_row[n // columns]) + int(by_column[n % columns]))
+        starts, low = tables[number]
+        x = states[n % count]
+        slot = x % 2**14
+        symbol = int(np.searchsorted(starts, slot, "right")) - 1
+        x = (int(starts[symbol + 1]) - int(starts[symbol])) * (x // 2**14) + slot - int(starts[symbol])
+        x = x if x >= 2**16 else x << 16 | next(stream)
+        code = low + symbol
+        if bits := raw_bits(number):
+            code, x = (code << bits) + x % 2**bits, x >> bits
+            x = x if x >= 2**16 else x << 16 | next(stream)
+        states[n % count] = x
+        found.append(code)
+    return torch.tensor(found, dtype=torch.int32).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("shape", [(60, 30), (1, 1), (1, 50), (50, 1), (200, 100)], ids=str)
+@pytest.mark.parametrize("spread", [0.05, 2.0, 300.0])
+def test_matrices_come_back(spread, shape):
+    integers = matrix(*shape, spread)
+    data = encode(integers)
+    assert torch.equal(decoded_slowly(data), integers.codes)
+    found = decode(data)
+    assert torch.equal(found.codes, integers.codes)
+    assert torch.equal(found.steps, integers.steps)
+    assert torch.equal(found.factors, integers.factors)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 100.0])
+def test_size_is_the_counted_one(spread):
+    integers = matrix(512, 512, spread)
+    assert 8 * len(encode(integers)) == pytest.approx(integers.bits(), rel=0.01)
+
+
+def test_damage_is_one_clear_error():
+    data = encode(matrix())
+    for place in (0, 4, 9, 30, len(data) // 2, len(data) - 1):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        with pytest.raises(ModelError, match=r"the layer is (truncated or )?damaged"):
+            decode(bytes(changed), "the layer")
+    for length in (0, 10, len(data) // 2, len(data) - 1):
+        with pytest.raises(ModelError, match="damaged"):
+            decode(data[:length])

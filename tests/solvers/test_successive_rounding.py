@@ -1,0 +1,77 @@
+"""Successive rounding to a number of coded bits, against the definition and the solvers of grids."""
+
+import pytest
+import torch
+
+import iobs
+from iobs.core.integers import Integers, short
+from iobs.errors import PatternError, ProblemError
+from iobs.solvers.successive_rounding import SuccessiveRounding
+
+
+def layer(rows=96, columns=40, seed=0):
+    """A problem whose inputs differ in size and are correlated."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(500, columns, generator=generator, dtype=torch.float64) @ mix
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return iobs.Quadratic.at(weight, inputs.T @ inputs / 500)
+
+
+def rounded_slowly(problem, error, significant):
+    """Column after column: the integer nearest to the entry whose error the columns before can take."""
+    lower = torch.linalg.cholesky(problem.matrix)
+    centre, weight = problem.centre(), torch.zeros_like(problem.centre())
+    for j in reversed(range(weight.shape[1])):
+        pushed = (weight - centre)[:, j + 1 :] @ lower[j + 1 :, j] / lower[j, j]
+        step = short((error / lower[j, j])[None].float(), significant).double()
+        weight[:, j] = ((centre[:, j] - pushed) / step).round() * step
+    return weight
+
+
+def test_rounding_is_its_definition():
+    problem = layer()
+    lower = torch.linalg.cholesky(problem.matrix)
+    half = SuccessiveRounding(torch.bfloat16)  # its steps are not fitted to the integers
+    found = half._rounded((problem.centre() @ lower).float(), lower.float(), 0.25)
+    assert torch.allclose(found.weight(torch.float32).double(), rounded_slowly(problem, torch.tensor(0.25), 1))
+
+
+@pytest.mark.parametrize("bits", [2.0, 3.0])
+def test_bits_are_met_from_below_and_errors_lie_below_those_of_grids(bits):
+    problem = layer(256, 64)
+    rate = bits + 16 / 64  # scales of the grid count, too
+    solution = iobs.solve(problem, iobs.Rate(rate))
+    integers = Integers.of(solution.weight)
+    assert 0.98 * rate <= solution.stats["bits"] <= rate
+    assert integers.bits() <= 1.01 * rate * solution.weight.numel()
+    grid = iobs.solve(problem, iobs.Grid(round(bits), group=64), "gptq")
+    changes = [found.weight - problem.centre() for found in (solution, grid)]
+    errors = [float(((change @ problem.matrix) * change).sum()) for change in changes]
+    assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_16_bits_are_exact(dtype):
+    solution = iobs.solve(layer(), iobs.Rate(4.0), SuccessiveRounding(dtype))
+    assert torch.equal(solution.weight.to(dtype).double(), solution.weight)
+
+
+def test_a_dead_column_costs_no_integers():
+    problem = layer()
+    hessian = problem.matrix.clone()
+    hessian[5], hessian[:, 5] = 0, 0
+    solution = iobs.solve(iobs.Quadratic.at(problem.centre(), hessian), iobs.Rate(4.0), damping=0.01)
+    assert not solution.weight[:, 5].any()
+
+
+def test_wrong_patterns_and_solvers_are_refused():
+    with pytest.raises(PatternError, match="less than the steps and tables"):
+        iobs.solve(layer(4, 40), iobs.Rate(0.5))
+    with pytest.raises(PatternError, match=r"iobs\.Rate"):
+        iobs.solve(layer(), iobs.Unstructured(0.5), SuccessiveRounding())
+    with pytest.raises(ProblemError, match="rounding"):
+        iobs.solve(layer(), iobs.Rate(3.0), "sparsegpt")
+    for bits in (0, -1, 13, "3", True, float("nan")):
+        with pytest.raises(PatternError, match="A rate has"):
+            iobs.Rate(bits)
