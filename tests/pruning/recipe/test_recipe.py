@@ -5,6 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
 import iobs
 from iobs.core.structured import Units
@@ -205,15 +206,15 @@ def test_changed_refuses_options_of_a_solver_without_a_text_form(solver):
 
 def test_prune_refuses_unknown_fields_by_name():
     with pytest.raises(ProblemError, match="no field budget; the fields are solver"):
-        iobs.prune(None, [], 0.5, budget="fast")
+        iobs.prune(torch.nn.Linear(2, 2), [], 0.5, budget="fast")
 
 
 def test_unknown_recipes_are_refused_with_the_names():
     for recipe in ("wish", 3, None):
         with pytest.raises(ProblemError, match="one-shot, fast, best, paper"):
-            iobs.prune(None, [], 0.5, recipe)
+            iobs.prune(torch.nn.Linear(2, 2), [], 0.5, recipe)
     with pytest.raises(ProblemError, match=r"wish\.yaml cannot be read"):
-        iobs.prune(None, [], 0.5, "wish.yaml")
+        iobs.prune(torch.nn.Linear(2, 2), [], 0.5, "wish.yaml")
 
 
 @pytest.mark.parametrize("match", ["08", "1e3", "null", "yes", "1e1", "0x10", "2:4", "~", "3.", "2026-01-01"])
