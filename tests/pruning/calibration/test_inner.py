@@ -11,11 +11,10 @@ from iobs.pruning.network.layers import Layer
 def grams(dtype, count=70, columns=48):
     generator = torch.Generator().manual_seed(0)
     rows, dense = (torch.randn(1, count, columns, generator=generator).to(dtype) for _ in range(2))
-    drift = (0.01 * torch.randn(1, count, 8, generator=generator)).to(dtype)
-    found = Gram.empty(Layer("one", (8, columns)), torch.device("cpu"), True, drift=True)
-    found.add(rows, dense, drift)
+    found = Gram.empty(Layer("one", (8, columns)), torch.device("cpu"), True)
+    found.add(rows, dense)
     found.finish()
-    return found, rows.double()[0], dense.double()[0], drift.double()[0]
+    return found, rows.double()[0], dense.double()[0]
 
 
 @pytest.fixture
@@ -36,20 +35,32 @@ def short(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gram_of_short_inputs_is_that_of_their_values(short, dtype):
-    found, rows, dense, drift = grams(dtype)
+    found, rows, dense = grams(dtype)
     assert set(short) == {(dtype, dtype, torch.float32)}
     for own, wanted in (
         (found.own, rows.T @ rows),
         (found.cross, dense.T @ rows),
         (found.dense, dense.T @ dense),
-        (found.drift.own, drift.T @ rows),
-        (found.drift.dense, drift.T @ dense),
     ):
         torch.testing.assert_close(own[0].double(), wanted / len(rows), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_target_outputs_are_multiplied_in_two_terms_of_16_bits(short, dtype):
+    rows, weight = torch.randn(1, 70, 48).to(dtype), torch.randn(8, 48).to(dtype)
+    outputs = moments.layer_outputs(weight, rows)
+    found = Gram.empty(Layer("one", (8, 48)), torch.device("cpu"), True, outputs=True)
+    found.add(rows, outputs)
+    found.finish()
+    assert set(short) == {(dtype, dtype, torch.float32)}
+    wanted = weight.double() @ rows[0].double().T
+    torch.testing.assert_close(outputs[0].double(), wanted.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.cross[0], wanted @ rows[0].double() / 70, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.outputs, wanted.square().sum() / 70, rtol=1e-5, atol=0.0)
+
+
 def test_wider_inputs_are_multiplied_in_their_own_dtype(short):
-    found, rows, dense, _ = grams(torch.float32)
+    found, rows, dense = grams(torch.float32)
     assert not short
     torch.testing.assert_close(found.cross[0], dense.T @ rows / len(rows), rtol=1e-5, atol=1e-6)
 

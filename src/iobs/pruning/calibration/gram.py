@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.calibration.moments import Drift, Means, inner, prepared
+from iobs.pruning.calibration.moments import Means, inner, prepared, terms
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
@@ -101,13 +101,16 @@ class Gram:
     (groups, columns, columns): float64 sums while samples are added, then means over `count` samples after
     `finish`. Means of 4096 columns or more are float32.
 
+    A layer of its own that adds to a residual stream has target outputs Y in place of D: the dense outputs T D plus
+    the drift of the residual. Then one matrix Y X^T is enough, and it has fewer entries.
+
     Args:
         own: X X^T.
-        cross: D X^T, or None without dense inputs.
+        cross: D X^T, or Y X^T (groups, rows of a group, columns); None without dense inputs and target outputs.
         dense: D D^T, or None without dense inputs.
         count: number of samples (columns of X).
         means: mean inputs, or None.
-        drift: moments of the drift of the residual that the layer adds to, or None.
+        outputs: squared norm of Y over all groups, a float64 scalar; None without target outputs.
     """
 
     own: Tensor
@@ -115,11 +118,11 @@ class Gram:
     dense: Tensor | None = None
     count: int = 0
     means: Means | None = None
-    drift: Drift | None = None
+    outputs: Tensor | None = None
 
     @classmethod
     def empty(
-        cls, layer: Layer, device: torch.device, with_dense: bool, means: bool = False, drift: bool = False
+        cls, layer: Layer, device: torch.device, with_dense: bool, means: bool = False, outputs: bool = False
     ) -> Gram:
         """A Gram of no samples, with zeros of the layer's size.
 
@@ -128,51 +131,55 @@ class Gram:
             device: of the tensors.
             with_dense: there are dense inputs.
             means: compute the means of the inputs.
-            drift: compute the moments of the residual's drift; needs dense inputs.
+            outputs: there are target outputs in place of dense inputs.
         """
+        rows, columns = layer.shape
 
-        def zeros() -> Tensor:
-            columns = layer.shape[1]
-            return torch.zeros(layer.groups, columns, columns, dtype=torch.float64, device=device)
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float64, device=device)
 
-        gram = cls(zeros(), zeros() if with_dense else None, zeros() if with_dense else None)
-        gram.means = Means.empty(gram.own, with_dense) if means else None
-        gram.drift = Drift.empty(gram.own, layer.shape[0]) if drift else None
+        gram = cls(zeros(layer.groups, columns, columns))
+        if outputs:
+            gram.cross, gram.outputs = zeros(layer.groups, rows // layer.groups, columns), zeros()
+        elif with_dense:
+            gram.cross, gram.dense = torch.zeros_like(gram.own), torch.zeros_like(gram.own)
+        gram.means = Means.empty(gram.own, gram.cross) if means else None
         return gram
 
-    def add(self, rows: Tensor, dense: Tensor | None = None, drift: Tensor | None = None) -> None:
-        """Add samples: the layer's inputs, their dense inputs and the drift of the residual, in the same order.
+    def add(self, rows: Tensor, dense: Tensor | None = None) -> None:
+        """Add samples: the layer's inputs, and their dense inputs or target outputs, in the same order.
 
-        Inputs are (groups, count, columns), the drift is (groups, count, rows of a group).
+        Inputs are (groups, count, columns), target outputs are (groups, count, rows of a group).
         """
         if not rows.shape[1]:  # an expert that is called without a token: it has no mean to begin with
             return
         self.count += rows.shape[1]
+        if self.outputs is not None and dense is not None:
+            self.outputs += torch.linalg.vector_norm(dense, dtype=torch.float64).square()
         if self.means is not None:
             self.means.add(rows, dense)
             rows, dense = self.means.shifted(rows, dense)
-        if self.drift is not None and dense is not None and drift is not None:
-            self.drift.add(drift, rows, dense)
         _accumulate(self.own, rows)
-        if self.cross is not None and self.dense is not None and dense is not None:
-            _accumulate(self.cross, dense, rows)
+        if self.cross is not None and dense is not None:
+            for term in (dense,) if self.outputs is None else terms(dense, rows):
+                _accumulate(self.cross, term, rows)
+        if self.dense is not None and dense is not None:
             _accumulate(self.dense, dense)
 
     def unpair(self) -> None:
-        """Discard the dense inputs, because some samples had none."""
-        self.cross = self.dense = self.drift = None
+        """Discard the dense inputs or target outputs, because some samples had none."""
+        self.cross = self.dense = self.outputs = None
         if self.means is not None:
             self.means.dense = None
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
         self._restore()
-        for tensor in (self.own, self.cross, self.dense):
+        for tensor in (self.own, self.cross, self.dense, self.outputs):
             if tensor is not None:
                 ranks.sum(tensor)
-        for moments in (self.means, self.drift):
-            if moments is not None:
-                moments.sum_over(ranks)
+        if self.means is not None:
+            self.means.sum_over(ranks)
         count = torch.tensor(self.count, device=self.own.device)
         ranks.sum(count)
         self.count = int(count)
@@ -187,14 +194,15 @@ class Gram:
                     _mirror(total)
                 total /= self.count
                 setattr(self, name, total.float() if total.shape[-1] >= WIDE else total)
-        for moments in (self.means, self.drift):
-            if moments is not None and self.count:
-                moments.divide(self.count)
+        if self.outputs is not None and self.count:
+            self.outputs /= self.count
+        if self.means is not None and self.count:
+            self.means.divide(self.count)
 
     def _restore(self) -> None:
         """Let the sums of products be those of whole inputs."""
         if self.means is not None:
-            self.means.restore(self.own, self.cross, self.dense, self.drift, self.count)
+            self.means.restore(self.own, self.cross, self.dense, self.count)
 
     def centred(self) -> Gram:
         """The Gram of inputs without their means: errors are then those of a layer whose bias is refitted.
@@ -204,17 +212,16 @@ class Gram:
         assert self.means is not None
         mean, target = self.means.own, self.means.target
         hessian = _without_means(self.own, mean, mean)
-        drift = None if self.drift is None else self.drift.centred(self.means)
+        outputs = None if self.outputs is None else self.outputs - target.square().sum()
         cross = None if self.cross is None else _without_means(self.cross, target, mean)
         dense = None if self.dense is None else _without_means(self.dense, target, target)
         # An input that is constant up to rounding tells nothing: the bias takes its place.
         diagonal = self.own.diagonal(dim1=1, dim2=2)
         constant = hessian.diagonal(dim1=1, dim2=2) <= _CONSTANT * diagonal
         hessian.masked_fill_(constant[:, None, :] | constant[:, :, None], 0.0)
-        for products in (cross, None if drift is None else drift.own):
-            if products is not None:
-                products.masked_fill_(constant[:, None, :], 0.0)
-        return Gram(hessian, cross, dense, self.count, self.means, drift)
+        if cross is not None:
+            cross.masked_fill_(constant[:, None, :], 0.0)
+        return Gram(hessian, cross, dense, self.count, self.means, outputs)
 
     def park(self, part: str, store: Callable[[str, Tensor], Tensor]) -> None:
         """Store the moments of a wide layer elsewhere: in a mapped file they take no anonymous memory during solves.
@@ -225,32 +232,36 @@ class Gram:
         """
         if self.own.shape[-1] < WIDE:
             return
-        for kind, holder in (("gram", self), ("drift", self.drift)):
-            for name in ("own", "cross", "dense"):
-                moments = getattr(holder, name, None)
-                if moments is not None:
-                    shape = "x".join(map(str, moments.shape))
-                    setattr(holder, name, store(f"{part}.{name}.{shape}.{kind}", moments))
+        for name in ("own", "cross", "dense"):
+            moments = getattr(self, name)
+            if moments is not None:
+                shape = "x".join(map(str, moments.shape))
+                setattr(self, name, store(f"{part}.{name}.{shape}.gram", moments))
 
     def energy(self, weight: Tensor) -> float:
         """Squared output of a (rows, columns) weight per input row; after `finish`."""
         matrix = weight.to(self.own.dtype).reshape(len(self.own), -1, weight.shape[1])
         return _product(matrix, self.own, matrix)
 
-    def target_cross(self) -> Tensor:
-        """D X^T with dense inputs, otherwise X X^T: the target is then the output on the layer's own inputs."""
-        return self.own if self.cross is None else self.cross
+    def linear(self, target: Tensor, group: int) -> Tensor:
+        """T D X^T of one group, T X X^T without dense inputs, or Y X^T; (rows of the group, columns).
 
-    def target_energy(self) -> Tensor:
-        """D D^T with dense inputs, otherwise X X^T."""
-        assert self.dense is not None or self.cross is None, "forgotten"
-        return self.own if self.dense is None else self.dense
+        Args:
+            target: T, (rows of the group, columns).
+            group: number of the group.
+        """
+        if self.outputs is not None:
+            assert self.cross is not None
+            return self.cross[group].to(target.dtype)
+        return target @ (self.own if self.cross is None else self.cross)[group]
+
+    def rows(self, part: slice) -> Gram:
+        """The Gram for some rows of a layer without groups; `outputs` stays that of all rows."""
+        return self if self.outputs is None or self.cross is None else replace(self, cross=self.cross[:, part])
 
     def forget_energy(self) -> None:
         """Free what only the energy of a target needs."""
         self.dense = None
-        if self.drift is not None:
-            self.drift.dense = None
 
 
 def _without_means(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -267,7 +278,7 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor | None = None) -> Non
         others = torch.split(left if right is None else right, _CHUNK, 1)
         for a, b in zip(torch.split(left, _CHUNK, 1), others, strict=True):
             a, b = prepared(a) * 2 if right is None else prepared(a, b)
-            for stripe in _triangle(total.shape[-1]) if right is None else _stripes(total.shape[-1], STRIPE):
+            for stripe in _triangle(total.shape[-1]) if right is None else _stripes(total.shape[1], STRIPE):
                 end = stripe.stop if right is None else None
                 total[:, stripe, :end] += inner(a[..., stripe], b[..., :end])
 
@@ -362,13 +373,12 @@ def by_magnitude(
 
 
 def target_energy(gram: Gram, target: Tensor, ranks: Ranks = ALONE) -> float:
-    """||T D||^2 over all groups, or ||T D + E||^2 with a drift E; arguments as in `relative_output_error`."""
+    """||T D||^2 over all groups, or the energy of target outputs; arguments as in `relative_output_error`."""
+    if gram.outputs is not None:
+        return float(gram.outputs)
+    assert gram.dense is not None or gram.cross is None, "forgotten"
     (target,), gram, ranks = _shared(gram, (target,), ranks)
-    energy = _product(target, gram.target_energy(), target)
-    if gram.drift is not None:
-        assert gram.drift.dense is not None, "forgotten"
-        energy += float(gram.drift.energy) * ranks.first + 2 * _inner(gram.drift.dense, target)
-    return ranks.total(energy)
+    return ranks.total(_product(target, gram.own if gram.dense is None else gram.dense, target))
 
 
 def relative_output_error(
@@ -376,8 +386,8 @@ def relative_output_error(
 ) -> float:
     """||V X - T D||^2 / ||T D||^2 over all groups, from the Grams alone.
 
-    With a drift E, T D + E takes the place of T D. The error is 0 if the target's output is zero, and NaN if a weight
-    or a Gram holds NaN.
+    Target outputs Y take the place of T D. The error is 0 if the target's output is zero, and NaN if a weight or a
+    Gram holds NaN.
 
     Args:
         gram: of the inputs X, and of dense inputs D (X itself without them).
@@ -393,14 +403,14 @@ def relative_output_error(
         difference = weight - target
         error = ranks.total(_product(difference, gram.own, difference))
     else:
-        pull = 0.0 if gram.drift is None else _inner(gram.drift.own, weight)
-        change = _product(weight, gram.own, weight) - 2 * (_product(target, gram.cross, weight) + pull)
+        pull = _product(target, gram.cross, weight) if gram.outputs is None else _inner(gram.cross, weight)
+        change = _product(weight, gram.own, weight) - 2 * pull
         error = ranks.total(change) + energy
     return 0.0 if energy <= 0 else max(error / energy, 0.0)  # in this order NaN stays NaN
 
 
 def _shared(gram: Gram, matrices: Sequence[Tensor], ranks: Ranks) -> tuple[list[Tensor], Gram, Ranks]:
-    """This rank's rows of (rows, columns) matrices and of the drift; all rows of a layer with groups.
+    """This rank's rows of (rows, columns) matrices and of target outputs; all rows of a layer with groups.
 
     The matrices come in the dtype of the Gram, (groups, rows of a group, columns).
     """
@@ -410,7 +420,7 @@ def _shared(gram: Gram, matrices: Sequence[Tensor], ranks: Ranks) -> tuple[list[
     elif ranks.size > 1:
         rows = ranks.part(len(matrices[0]))
         matrices = [matrix[rows] for matrix in matrices]
-        gram = gram if gram.drift is None else replace(gram, drift=gram.drift.rows(rows))
+        gram = gram.rows(rows)
     return [matrix.to(gram.own.dtype).reshape(parts, -1, matrix.shape[1]) for matrix in matrices], gram, ranks
 
 

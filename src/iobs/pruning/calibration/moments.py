@@ -1,13 +1,10 @@
-"""Moments beside a Gram matrix: means of the inputs, and products with the drift of the residual; and their products.
+"""Means of the inputs beside a Gram matrix; inner products of inputs, and outputs of a layer.
 
 Products are float32 or wider. A GPU multiplies 16-bit inputs as they are, and sums in float32.
 
 An input whose variance is far below its squared mean would leave only rounding in float32 once the mean is subtracted
 from its product. So such inputs are multiplied without an origin near their mean, which the float64 sums get back at
 the end.
-
-A layer that writes into a residual stream adds its output to a residual R. In the pruned model R has drifted to R'. If
-the layer should match the dense sum, its target is its dense output plus the drift R - R'.
 """
 
 from __future__ import annotations
@@ -50,6 +47,25 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
     return left.transpose(1, 2) @ right
 
 
+def layer_outputs(weight: Tensor, inputs: Tensor) -> Tensor:
+    """The outputs of a layer without its bias, (groups, count, rows of a group), in float32 or wider.
+
+    Args:
+        weight: (rows, columns).
+        inputs: (groups, count, columns).
+    """
+    inputs, matrices = prepared(inputs, weight.reshape(len(inputs), -1, weight.shape[1]))
+    return inner(inputs.transpose(1, 2), matrices.transpose(1, 2))
+
+
+def terms(value: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+    """Terms of a tensor for products with another: two of 16 bits where `inner` multiplies these, else the tensor."""
+    if not sums_in_float32(other.device, other.dtype):
+        return (value,)
+    first = value.to(other.dtype)
+    return first, (value - first).to(other.dtype)
+
+
 @cache
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """True if a device multiplies matrices of a 16-bit dtype with sums and results in float32."""
@@ -89,7 +105,7 @@ class Means:
 
     Args:
         own: of the layer's inputs X.
-        dense: of its dense inputs D; None without dense inputs.
+        dense: of its dense inputs D, or of its target outputs, (groups, rows of a group); None without either.
         origin: of the sums so far; None before the first inputs and after `restore`.
     """
 
@@ -98,9 +114,9 @@ class Means:
     origin: Origin | None = None
 
     @classmethod
-    def empty(cls, gram: Tensor, with_dense: bool) -> Means:
-        """Means of no samples, for a Gram (groups, columns, columns)."""
-        return cls(torch.zeros_like(gram[..., 0]), torch.zeros_like(gram[..., 0]) if with_dense else None)
+    def empty(cls, gram: Tensor, cross: Tensor | None) -> Means:
+        """Means of no samples, for a Gram (groups, columns, columns) and products with dense inputs or outputs."""
+        return cls(torch.zeros_like(gram[..., 0]), None if cross is None else torch.zeros_like(cross[..., 0]))
 
     def add(self, rows: Tensor, dense: Tensor | None) -> None:
         """Add samples, (groups, count, columns)."""
@@ -116,22 +132,19 @@ class Means:
         rows = _without(rows, self.origin.own) if moves else rows
         return rows, _without(dense, self.origin.dense) if dense_moves and dense is not None else dense
 
-    def restore(self, own: Tensor, cross: Tensor | None, dense: Tensor | None, drift: Drift | None, count: int) -> None:
+    def restore(self, own: Tensor, cross: Tensor | None, dense: Tensor | None, count: int) -> None:
         """Add the origin to float64 sums of products over `count` inputs, in place; names as in `Gram`."""
         origin, self.origin = self.origin, None
         if origin is None:
             return
         x = origin.own.double()
         _complete(own, x, x, self.own, self.own, count)
-        if drift is not None:
-            drift.own += drift.mean[..., None] * x[:, None]
-        if origin.dense is None or self.dense is None or cross is None or dense is None:
+        if origin.dense is None or self.dense is None or cross is None:
             return
         d = origin.dense.double()
         _complete(cross, d, x, self.dense, self.own, count)
-        _complete(dense, d, d, self.dense, self.dense, count)
-        if drift is not None and drift.dense is not None:
-            drift.dense += drift.mean[..., None] * d[:, None]
+        if dense is not None:
+            _complete(dense, d, d, self.dense, self.dense, count)
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add up the samples of all ranks, in place."""
@@ -146,67 +159,8 @@ class Means:
 
     @property
     def target(self) -> Tensor:
-        """Mean input of the target: D with dense inputs, otherwise X."""
+        """Mean input of the target: D with dense inputs, otherwise X; or the mean target output."""
         return self.own if self.dense is None else self.dense
-
-
-@dataclass
-class Drift:
-    """Moments of the drift E = R - R' of the residual that one layer adds to; float64 sums until `divide`.
-
-    Args:
-        own: E X^T, (groups, rows of a group, columns), with the layer's inputs X.
-        dense: E D^T, the same shape, with its dense inputs D; None once the energies of targets are known.
-        mean: mean of E, (groups, rows of a group).
-        energy: squared norm of E over all groups, a scalar.
-    """
-
-    own: Tensor
-    dense: Tensor | None
-    mean: Tensor
-    energy: Tensor
-
-    @classmethod
-    def empty(cls, gram: Tensor, rows: int) -> Drift:
-        """Moments of no samples, for a Gram (groups, columns, columns) and a layer of `rows` rows."""
-        groups, columns, _ = gram.shape
-        zeros = gram.new_zeros(groups, rows // groups, columns)
-        return cls(zeros, zeros.clone(), zeros[..., 0].clone(), zeros.new_zeros(()))
-
-    def add(self, drift: Tensor, rows: Tensor, dense: Tensor) -> None:
-        """Add samples: the drift (groups, count, rows of a group), the inputs X and the dense inputs D."""
-        assert self.dense is not None
-        with torch.autocast(drift.device.type, enabled=False):
-            self.own += inner(*prepared(drift, rows))
-            self.dense += inner(*prepared(drift, dense))
-        self.mean += drift.sum(1, dtype=torch.float64)
-        self.energy += drift.double().square().sum()
-
-    def sum_over(self, ranks: Ranks) -> None:
-        """Add up the samples of all ranks, in place."""
-        for total in (self.own, self.dense, self.mean, self.energy):
-            if total is not None:
-                ranks.sum(total)
-
-    def divide(self, count: int) -> None:
-        """Turn sums over `count` samples into means."""
-        self.dense = None if self.dense is None else self.dense / count
-        self.own, self.mean, self.energy = (total / count for total in (self.own, self.mean, self.energy))
-
-    def centred(self, means: Means) -> Drift:
-        """The moments of E, X and D without their means."""
-        of_means, of_dense = (self.mean[..., None] * mean[:, None, :] for mean in (means.own, means.target))
-        return Drift(
-            self.own - of_means,
-            None if self.dense is None else self.dense - of_dense,
-            self.mean,
-            self.energy - self.mean.square().sum(),
-        )
-
-    def rows(self, part: slice) -> Drift:
-        """The moments of some rows of a layer without groups; `energy` stays that of all rows."""
-        dense = None if self.dense is None else self.dense[:, part]
-        return Drift(self.own[:, part], dense, self.mean[:, part], self.energy)
 
 
 def _far_means(rows: Tensor) -> Tensor:

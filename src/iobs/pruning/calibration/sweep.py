@@ -39,6 +39,7 @@ from iobs.pruning.calibration.inputs import (
     execution_order,
     require_finite,
 )
+from iobs.pruning.calibration.moments import layer_outputs
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.calibration.shortcuts import Shortcuts
@@ -73,7 +74,7 @@ class Moments:
         seed: of the positions of convolutions that enter the Grams.
         positions: number of positions per sample.
         means: also compute the means of inputs, which the refit of a bias needs.
-        drift: also compute the drift of the residual of every layer that writes into a residual stream.
+        drift: a layer that writes into a residual stream has target outputs: its dense ones, and the residual's drift.
     """
 
     seed: int = 0
@@ -246,28 +247,26 @@ class Sweep:
         device = layer.tensor(streams[0].model).device
         used = streams[-1:] if self.dense_inputs else streams
         generator = torch.Generator().manual_seed(self.moments.seed)
-        unpaired = torch.zeros(2, device=device)  # batches whose inputs, or whose residuals, have no partner
+        unpaired = torch.zeros(1, device=device)  # batches whose inputs have no partner
+        targets = layer.read(streams[-1].model) if shared.residuals and self._compares_residuals else None
         grams = []
         # One after the other: finished Grams of wide layers take half of the memory of their sums.
         for heldout in (False, True) if self.heldout.batches else (False,):
-            drifts = shared.residuals > 0 and self._compares_residuals
-            gram = Gram.empty(layer, device, len(used) > 1, means=self.moments.means, drift=drifts)
+            gram = Gram.empty(layer, device, len(used) > 1, means=self.moments.means, outputs=targets is not None)
             for index, held_out, number in self._numbered():
                 if held_out is heldout:
                     inputs = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
-                    unpaired += self._add(gram, inputs, layer, number, attended, generator).to(device)
+                    unpaired += not self._add(gram, inputs, layer, number, attended, generator, targets)
             gram.sum_over(self.ranks)
             gram.finish()
             gram.park("heldout" if heldout else "calibration", self.residency.park)
             grams.append(gram)
         self.ranks.sum(unpaired)
-        for gram in grams:
-            if unpaired[0]:
-                # The reference routes other tokens to this expert: it then matches its own weights on its own inputs.
+        if unpaired:
+            # The reference routes other tokens to this expert: it then matches its own weights on its own inputs.
+            for gram in grams:
                 gram.unpair()
-            if unpaired[1]:
-                gram.drift = None
         return statistics_of(grams[0], grams[1] if self.heldout.batches else None)
 
     def _add(
@@ -278,7 +277,8 @@ class Sweep:
         number: int,
         attended: Tensor | None,
         generator: torch.Generator,
-    ) -> Tensor:
+        targets: Tensor | None,
+    ) -> bool:
         """Add the inputs on one batch, by stream, to a Gram.
 
         Args:
@@ -288,17 +288,16 @@ class Sweep:
             number: of the caller's batch.
             attended: positions that are not padding, or None.
             generator: draws the positions of convolutions.
+            targets: (rows, columns) dense weights of a layer with target outputs, or None. Without two residuals of
+                one shape the target outputs are the dense ones.
 
         Returns:
-            (2,) 1 where the inputs, or the residuals, have no partner; otherwise 0.
+            False if the inputs have no partner.
         """
-        unpaired = torch.zeros(2)
-        drift = drift_of([capture.residual for capture in inputs]) if gram.drift is not None else None
-        unpaired[1] += gram.drift is not None and drift is None
+        drift = None if targets is None else drift_of([capture.residual for capture in inputs])
         calls = [capture.calls for capture in inputs]
-        if len({tuple(value.shape for _, value in calls_of_stream) for calls_of_stream in calls}) > 1:
-            unpaired[0] += 1
-            calls = calls[:1]
+        paired = len({tuple(value.shape for _, value in calls_of_stream) for calls_of_stream in calls}) == 1
+        calls = calls if paired else calls[:1]
         for call in zip(*calls, strict=True):
             module, values = call[0][0], [value for _, value in call]
             positions = draw_positions(module, values[0], generator, self.moments.positions)
@@ -307,9 +306,12 @@ class Sweep:
                 drift = None if drift is None else outputs.unpadded(drift, attended)
             require_finite(values, layer, number)
             rows = [input_rows(layer, module, value, positions) for value in values]
-            moved = None if drift is None else output_rows(layer, drift, positions)
-            gram.add(rows[0], rows[1] if len(rows) > 1 else None, moved)
-        return unpaired
+            dense = rows[1] if len(rows) > 1 else None
+            if dense is not None and targets is not None:
+                dense = layer_outputs(targets, dense)
+                dense = dense if drift is None else dense.add_(output_rows(layer, drift, positions))
+            gram.add(rows[0], dense)
+        return paired
 
 
 def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:

@@ -120,7 +120,7 @@ class GramSizes:
     Args:
         parts: 2 if held-out samples have Grams of their own, otherwise 1.
         pairs: a dense model runs beside the pruned one, so that there are three Grams instead of one.
-        width: columns of the residual stream; layers with this number of rows have moments of its drift. 0: no drift.
+        width: columns of the residual stream; layers with this number of rows have target outputs. 0: no layer has.
         centred: a bias is refitted, so that Grams have a copy without means.
         parked: finished Grams of wide layers are in mapped files.
     """
@@ -137,13 +137,20 @@ class GramSizes:
         width = sizes.width if recipe.target == "residual" else 0
         return cls(1 + heldout, recipe.target != "layer", width, sizes.biased and recipe.refits_biases, parked)
 
-    def finished(self, layer: Layer) -> int:
-        """Bytes of the finished Grams of one part: all three with a dense model."""
-        return (4 if layer.shape[1] >= WIDE else 8) * (3 if self.pairs else 1) * layer.groups * layer.shape[1] ** 2
+    def outputs(self, layer: Layer) -> bool:
+        """True if a layer has target outputs in place of dense inputs."""
+        return self.pairs and layer.shape[0] == self.width
 
-    def drift(self, layer: Layer) -> int:
-        """Bytes of the moments of the drift in one part, or 0: two matrices of float64 (rows, columns)."""
-        return 16 * layer.weights if self.pairs and layer.shape[0] == self.width else 0
+    def entries(self, layer: Layer, dense: bool = True) -> int:
+        """Entries of the matrices of one part; with the Gram of dense inputs or without it."""
+        square = layer.groups * layer.shape[1] ** 2
+        if self.outputs(layer):
+            return square + layer.weights
+        return square * (2 + dense if self.pairs else 1)
+
+    def finished(self, layer: Layer, dense: bool = True) -> int:
+        """Bytes of the finished `entries`."""
+        return (4 if layer.shape[1] >= WIDE else 8) * self.entries(layer, dense)
 
     def parks(self, layer: Layer) -> bool:
         """True if the finished Grams of a layer are in files."""
@@ -151,7 +158,7 @@ class GramSizes:
 
     def parked_bytes(self, layer: Layer) -> int:
         """Bytes of the files of a layer's Grams."""
-        return self.parts * (self.finished(layer) + self.drift(layer)) if self.parks(layer) else 0
+        return self.parts * self.finished(layer) if self.parks(layer) else 0
 
     def gathering(self, layer: Layer, tokens: int, itemsize: int, forward: int = 0) -> int:
         """Bytes while Grams are computed: sums in float64, the inputs of a batch, and the larger of two sizes.
@@ -160,12 +167,12 @@ class GramSizes:
         come second, beside the finished ones of the others, unless these are in files.
         """
         rows, columns = layer.shape
-        drift = self.drift(layer)
-        sums = 8 * (3 if self.pairs else 1) * layer.groups * columns**2 + drift
-        before = (self.parts - 1) * (self.finished(layer) + drift) if not self.parks(layer) else 0
-        inputs = tokens * ((2 if self.pairs else 1) * columns + (rows if drift else 0))
+        outputs = self.outputs(layer)
+        sums = 8 * self.entries(layer)
+        before = (self.parts - 1) * self.finished(layer) if not self.parks(layer) else 0
+        inputs = tokens * ((2 if self.pairs else 1) * columns + (2 * rows if outputs else 0))
         copies = 4 * inputs if itemsize < 4 else 0
-        product = 4 * max(layer.groups * columns * min(STRIPE, columns), layer.weights if drift else 0)
+        product = 4 * max(layer.groups * columns * min(STRIPE, columns), layer.weights if outputs else 0)
         return before + sums + itemsize * inputs + max(product + copies, forward)
 
     def solving(self, layer: Layer, recipe: Recipe) -> int:
@@ -176,8 +183,7 @@ class GramSizes:
         rows, columns = layer.shape[0] // layer.groups, layer.shape[1]
         number, square, matrix = 4 if columns >= WIDE else 8, columns**2, rows * columns
         copies = (0 if self.parks(layer) else 1) + self.centred
-        grams = self.finished(layer) * 2 // 3 if self.pairs else self.finished(layer)
-        kept = self.parts * copies * (grams + self.drift(layer) // 2) + (8 if self.pairs else 4) * matrix
+        kept = self.parts * copies * self.finished(layer, dense=False) + (8 if self.pairs else 4) * matrix
         regression = number * (2 * square + 8 * matrix) if self.pairs and self.parts > 1 else 0
         problem = number * square + (16 if self.pairs else 4) * matrix
         centre = 20 * square if self.pairs else 0  # the Hessian in float64 and its factor, beside the one in float32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from iobs.core.linalg import cholesky
 from iobs.errors import NotPositiveDefiniteError
-from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Gram, Statistics
+from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Statistics
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -42,7 +42,7 @@ def corrected(
 ) -> Correction:
     """The linear term B H of min ||V X - T D||^2 over V, with B from the ridge regression that held-out samples select.
 
-    With a drift E of the residual in the statistics, the target is T D + E. A mu below the rounding of H is left out.
+    Target outputs Y in the statistics take the place of T D. A mu below the rounding of H is left out.
 
     B = S + (T D X^T - S H) (H + mu I)^-1 with H = X X^T. If the smallest mu is best, the damping is left to the solver,
     and the linear term is T D X^T.
@@ -57,13 +57,13 @@ def corrected(
     """
     gram, heldout = statistics.calibration, statistics.heldout
     hessian = gram.own[group]
-    plain = _linear(gram, group, target)
+    plain = gram.linear(target, group)
     if gram.cross is None or heldout is None or heldout.cross is None or heldout.count < _LEAST_SHARE * gram.count:
         return Correction(plain)
     # Damping bounds the condition, so that float32 chooses as well as float64 in half of the time.
     single = len(hessian) >= SEARCH_COLUMNS and damping >= _SAFE_DAMPING
     dtype = torch.float32 if single else hessian.dtype
-    metric, heldout_linear = heldout.own[group].to(dtype), _linear(heldout, group, target).to(dtype)
+    metric, heldout_linear = heldout.own[group].to(dtype), heldout.linear(target, group).to(dtype)
     drift, base, start = (plain - current @ hessian).to(dtype), hessian.to(dtype), current.to(dtype)
 
     def regression(mu: float) -> Tensor | None:
@@ -97,9 +97,3 @@ def corrected(
         if heldout_error < least:
             chosen, strength, least = weight, stronger, heldout_error
     return Correction(plain if chosen is None else chosen.to(hessian.dtype) @ hessian, strength)
-
-
-def _linear(gram: Gram, group: int, target: Tensor) -> Tensor:
-    """(T D + E) X^T of one group, with E = 0 if the layer adds to no residual."""
-    linear = target @ gram.target_cross()[group]
-    return linear if gram.drift is None else linear + gram.drift.own[group].to(linear.dtype)

@@ -259,13 +259,9 @@ def _problem(
 
 
 def _of_rows(statistics: Statistics, part: slice) -> Statistics:
-    """The statistics of some rows of a layer without groups: only the drift of the residual has rows."""
-
-    def of_rows(gram: Gram) -> Gram:
-        return gram if gram.drift is None else replace(gram, drift=gram.drift.rows(part))
-
-    heldout = None if statistics.heldout is None else of_rows(statistics.heldout)
-    return replace(statistics, calibration=of_rows(statistics.calibration), heldout=heldout)
+    """The statistics of some rows of a layer without groups: only target outputs have rows."""
+    heldout = None if statistics.heldout is None else statistics.heldout.rows(part)
+    return replace(statistics, calibration=statistics.calibration.rows(part), heldout=heldout)
 
 
 def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
@@ -277,7 +273,7 @@ def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
         gram: of the inputs, with their means.
 
     Returns:
-        b + T mean(D) + mean(E) - V mean(X), (rows,); None if the bias is not refitted.
+        b + T mean(D) - V mean(X), or b + mean(Y) - V mean(X), (rows,); None if the bias is not refitted.
     """
     if task.bias is None or gram.means is None:
         return None
@@ -287,8 +283,8 @@ def refitted_bias(task: Task, weight: Tensor, gram: Gram) -> Tensor | None:
         parts = matrix.to(means.dtype).reshape(len(means), -1, matrix.shape[1])
         return (parts @ means[:, :, None]).flatten()
 
-    bias = task.bias.double() + mean_output(target, gram.means.target) - mean_output(weight, gram.means.own)
-    return bias if gram.drift is None else bias + gram.drift.mean.flatten()
+    of_target = mean_output(target, gram.means.target) if gram.outputs is None else gram.means.target.flatten()
+    return task.bias.double() + of_target - mean_output(weight, gram.means.own)
 
 
 @dataclass(frozen=True)

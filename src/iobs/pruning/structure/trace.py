@@ -14,7 +14,7 @@ The noise in its place is no leaf, and is stored once for all equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -191,7 +191,8 @@ class _Recorder:
         self.large: dict[object, Tensor] = {}  # noise of parameters that are no leaves, by shape, dtype and device
         self.transposes: dict[int, tuple[Tensor, Tensor]] = {}  # views of weight matrices and the matrices
         self.outputs: dict[int, tuple[Tensor, str]] = {}  # outputs of layers and the weight's name, by identity
-        self.copies = WeakTensorKeyDictionary()  # layers' inputs -> their versions and copies
+        # Layers' inputs, with their versions and copies.
+        self.copies: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
         self.takers: dict[str, set[str | None]] = {}  # batch norms that take a layer's outputs; None: anything else
         self.normed: dict[str, set[str | None]] = {}  # layers whose outputs a batch norm takes; None: anything else
         self.calls = 0  # of layers in this forward pass
@@ -336,11 +337,9 @@ class _Recorder:
 
     def _kept(self, input: Tensor) -> Tensor:
         """A copy of a layer's input, which the model may write into; layers that read the same values share it."""
-        version, copy = self.copies.get(input, (None, input))
-        if version != input._version:
-            copy = input.clone()
-            self.copies[input] = (input._version, copy)
-        return copy
+        if input not in self.copies or self.copies[input][0] != input._version:
+            self.copies[input] = (input._version, input.clone())
+        return self.copies[input][1]
 
     def _embedding(
         self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Argument, **kwargs: Argument
