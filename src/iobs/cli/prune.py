@@ -442,5 +442,8 @@ def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
     out.print(
         f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
     )
+    if str(report.settings.get("pattern", "")).startswith("rate:"):
+        folder = shlex.quote(str(output))
+        out.print(f"These files are dense; one that has the bits of the integers: iobs pack {folder} -o {folder}-packed")
     beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
     out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")

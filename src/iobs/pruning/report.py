@@ -354,7 +354,7 @@ class Report:
     def _measured(self) -> list[str]:
         """Bits of each weight on a grid, and the metrics of the dense and of the last model, one line each."""
         bits = self.bits_per_weight
-        counted = [] if bits is None else [f"{bits:.3f} bits a weight, masks and scales counted."]
+        counted = [] if bits is None else [f"{bits:.3f} bits a weight, masks, scales and tables counted."]
         return counted + self._compared()
 
     def _compared(self) -> list[str]:

@@ -35,7 +35,7 @@ def _counted(report: Report) -> list[str]:
     counted = f"{report.zeros:,} of {report.weights:,} weights in {plural(len(report.audit), 'layer')}"
     lines = [f"{percent(report.sparsity, 2)} zeros: {counted}", *report.coverage.lines()]
     if report.bits_per_weight is not None:
-        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks and scales counted")
+        lines.append(f"{report.bits_per_weight:.3f} bits a weight in these layers, masks, scales and tables counted")
     return lines
 
 
