@@ -90,7 +90,8 @@ def tables(rows: list[Row]) -> str:
     lines += [
         "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate. "
         "Perplexity on WikiText-2 and on other documents of C4; processor seconds of `iobs.prune` on one thread, and "
-        "their ratio to SparseGPT's where one machine measured both. Peers give every layer the same share unless divided. Other ones were not run.",
+        "their ratio to SparseGPT's where one machine measured both. Peers give every layer the same share unless "
+        "divided. Other ones were not run.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]

@@ -444,6 +444,6 @@ def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
     )
     if str(report.settings.get("pattern", "")).startswith("rate:"):
         folder = shlex.quote(str(output))
-        out.print(f"These files are dense; one that has the bits of the integers: iobs pack {folder} -o {folder}-packed")
+        out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
     beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
     out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")
