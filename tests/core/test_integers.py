@@ -49,3 +49,15 @@ def test_steps_that_follow_weights_are_those_of_least_squares():
     basis = (integers.codes * integers.factors[:, None]).double()
     best = torch.stack([torch.linalg.lstsq(basis[:, j, None], target[:, j, None].double()).solution for j in range(8)])
     assert torch.allclose(integers.towards(target, torch.float32).steps, best.flatten().float(), rtol=2**-8)
+
+
+def test_a_column_of_one_entry_keeps_a_short_step():
+    weight = made(60, 8, torch.float32).weight(torch.float32)
+    weight[:, 3] = 0
+    weight[7, 3] = 101 * 199 * 2.0**-10  # no number of 8 significant bits: an integer of several
+    found = Integers.of(weight)
+    assert torch.equal(found.weight(torch.float32), weight)
+
+
+def test_float8_has_no_integers():
+    assert Integers.of(torch.zeros(4, 4, dtype=torch.float8_e4m3fn)) is None

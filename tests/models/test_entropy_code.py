@@ -53,7 +53,7 @@ def test_matrices_come_back(spread, shape):
     integers = matrix(*shape, spread)
     data = encode(integers)
     assert torch.equal(decoded_slowly(data), integers.codes)
-    found = decode(data)
+    (found,) = decode(data)
     assert torch.equal(found.codes, integers.codes)
     assert torch.equal(found.steps, integers.steps)
     assert torch.equal(found.factors, integers.factors)

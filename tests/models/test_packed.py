@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
+from iobs.core.integers import Integers
 from iobs.errors import ModelError, OutputError
 from iobs.models.bitmasks import unpack, unpacked_bytes
 from iobs.models.packed import packed_share
@@ -202,3 +203,22 @@ def test_complex_tensors_are_named(tmp_path):
     with pytest.raises(ModelError, match=r"^0\.phase holds complex64 numbers"):
         iobs.save_packed(model, tmp_path / "packed")
     assert not [*tmp_path.iterdir()]
+
+
+def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
+    def coded(seed):
+        generator = torch.Generator().manual_seed(seed)
+        codes = (torch.randn(96, 64, generator=generator) * 3).round().to(torch.int32)
+        steps = (torch.randint(128, 256, (64,), generator=generator) / 256).float()
+        return Integers(codes, steps, torch.ones(96)).weight(torch.float32)
+
+    experts, projections = torch.stack([coded(seed) for seed in range(4)]), torch.cat([coded(9), coded(8), coded(7)])
+    tensors = {"experts": experts, "projections": projections}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    iobs.save_packed(tmp_path / "model", tmp_path / "packed")
+    assert packed_share(tmp_path / "model", tmp_path / "packed") < 5 / 32
+    (tmp_path / "back").mkdir()
+    unpack(tmp_path / "packed", tmp_path / "back")
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(same_bits(again[name], tensor) for name, tensor in tensors.items())

@@ -75,3 +75,20 @@ def test_wrong_patterns_and_solvers_are_refused():
     for bits in (0, -1, 13, "3", True, float("nan")):
         with pytest.raises(PatternError, match="A rate has"):
             iobs.Rate(bits)
+    with pytest.raises(PatternError, match="takes no zeros yet"):
+        iobs.Unstructured(0.5) & iobs.Rate(3.0)
+
+
+def test_codes_stay_small_enough_to_be_exact():
+    problem = layer(64, 16)
+    scales = torch.ones(16, dtype=torch.float64)
+    scales[3] = 2.0**16  # its integers would have 20 bits
+    wide = iobs.Quadratic.at(problem.centre() * scales, problem.matrix)
+    solution = iobs.solve(wide, iobs.Rate(8.0))
+    assert Integers.of(solution.weight).codes.abs().max() < 2**13
+
+
+def test_a_problem_of_16_bits_has_its_bits():
+    problem = layer().to(torch.bfloat16)
+    solution = iobs.solve(problem, iobs.Rate(4.0), damping=0.01)
+    assert Integers.of(solution.weight).bits() <= 1.02 * 4.0 * solution.weight.numel()

@@ -141,7 +141,7 @@ def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code:
     if promised and has_promised:
         sparse = [row for row in rows if row.name in promised]
     else:
-        sparse = [row for row in rows if (row.zeros if pattern is None else row.asked)]
+        sparse = [row for row in rows if (row.zeros if pattern is None else row.asked or row.bits)]
     if report is not None:
         require_promised(rows, report.audit, directory)
     if report is not None and not isinstance(report, StructuredReport):

@@ -50,6 +50,10 @@ class Integers:
         wide = torch.promote_types(dtype, torch.float32)
         return (self.codes.to(wide) * (self.factors[:, None] * self.steps).to(wide)).to(dtype)
 
+    def to(self, device: torch.device) -> Integers:
+        """The same on a device."""
+        return Integers(self.codes.to(device), self.steps.to(device), self.factors.to(device))
+
     def towards(self, weight: Tensor, dtype: torch.dtype) -> Integers:
         """The same integers with the steps that are nearest to a matrix (rows, columns) of least squares.
 
@@ -76,6 +80,8 @@ class Integers:
         Args:
             weight: (rows, columns), floating.
         """
+        if weight.dtype.itemsize < 2:
+            return None
         single = weight.float()
         if not weight.numel() or not bool(torch.isfinite(single).all()) or not torch.equal(single.to(weight), weight):
             return None
@@ -105,9 +111,10 @@ class Integers:
             count = (numbers != 0).sum(0)
             rich = (count >= _RICH) & (count >= count.topk(min(_TOLD, len(count))).values[-1])
             odd = _divisors(numbers[:, rich] // _divisors(numbers[:, rich], 0), 1)
-            odd = torch.gcd(odd, _divisors(numbers, 1))  # a row of few entries there may have more in common by chance
+            # A row of few entries there may have more in common by chance.
+            odd = _short_divisors(torch.gcd(odd, _divisors(numbers, 1)))
         numbers = numbers // odd
-        steps = _divisors(numbers, 0)
+        steps = _short_divisors(_divisors(numbers, 0))
         codes = numbers // steps
         found = cls(
             codes.to(torch.int32),
@@ -166,13 +173,28 @@ class Classes:
 
 def looks_coded(tensor: Tensor) -> bool:
     """True if the first columns of a tensor of two or more dimensions are integers times steps: a quick question."""
-    return tensor.ndim > 1 and tensor.is_floating_point() and Integers.of(tensor.flatten(1)[:, :_SEEN]) is not None
+    if tensor.ndim < 2 or not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return any(Integers.of(first[:, :_SEEN]) is not None for first, *_ in matrices_of(tensor))
 
 
 def least_bits(shape: tuple[int, int]) -> float:
     """Bits a weight that steps, classes and tables of a matrix may need, without its integers."""
     rows, columns = shape
     return ((_STEP_BITS + 6) * columns + 10 * rows + 16 * _TABLE_BITS + _HEAD_BITS) / (rows * columns)
+
+
+def matrices_of(tensor: Tensor) -> list[list[Tensor]]:
+    """Ways to read a tensor of two or more dimensions as matrices that each may have steps of their own.
+
+    As one matrix; of a stack of experts as one for each; of a projection to queries, keys and values as three.
+    """
+    ways = [[tensor.flatten(1)]]
+    if tensor.ndim == 3:
+        ways.append(list(tensor))
+    elif tensor.ndim == 2 and len(tensor) % 3 == 0:
+        ways.append(list(tensor.chunk(3)))
+    return ways
 
 
 def step_bits(dtype: torch.dtype) -> int:
@@ -221,7 +243,7 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     def most_frequent(differences: Tensor, known: Tensor, dim: int) -> Tensor:
         """The mode along a dimension, of known differences alone."""
         # Each unknown one differs from all others, so that none of them is frequent.
-        places = torch.arange(differences.numel()).reshape(differences.shape)
+        places = torch.arange(differences.numel(), device=differences.device).reshape(differences.shape)
         return torch.where(known, differences, absent + places).mode(dim).values
 
     dense = present.sum(0).topk(min(_TOLD, present.shape[1])).indices  # the columns that tell the exponents of rows
@@ -257,6 +279,15 @@ def _divisors(numbers: Tensor, dim: int) -> Tensor:
     if numbers.shape[dim] == 0:
         return numbers.new_ones([1 if place == dim else size for place, size in enumerate(numbers.shape)])
     return numbers.abs().clamp(min=1)
+
+
+def _short_divisors(numbers: Tensor) -> Tensor:
+    """The greatest divisors of whole numbers, int64, that have no more significant bits than steps."""
+    powers = numbers & -numbers
+    odd, best = numbers // powers, torch.ones_like(numbers)
+    for divisor in range(3, 2**STEP_BITS, 2):
+        best = torch.where(odd % divisor == 0, divisor, best)
+    return best * powers
 
 
 def short(values: Tensor, bits: int) -> Tensor:

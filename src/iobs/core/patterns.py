@@ -223,6 +223,11 @@ class Rate:
         """One group that keeps all entries."""
         return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
 
+    def __and__(self, pattern: object) -> Rate:
+        raise PatternError(f"{self} takes no zeros yet: give {self} or {pattern} alone; zero is its shortest integer.")
+
+    __rand__ = __and__
+
     def __str__(self) -> str:
         return f"rate:{self.bits:.12g}"
 
@@ -258,9 +263,10 @@ def parse(text: str) -> Pattern:
     """
     if text.startswith("rate:"):
         try:
-            return Rate(float(text.removeprefix("rate:")))
+            rate = float(text.removeprefix("rate:"))
         except ValueError:
             raise _unreadable(text) from None
+        return Rate(rate)
     if text.startswith("structured"):
         amount, _, options = text.removeprefix("structured").lstrip(":").partition(",")
         if not amount:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from iobs.core.files import expanded, weight_index
-from iobs.core.integers import Integers, looks_coded
+from iobs.core.integers import Integers, looks_coded, matrices_of
 from iobs.errors import ModelError
 from iobs.models.entropy_code import decode, encode
 from iobs.models.output import copy_companions
@@ -30,6 +30,8 @@ from iobs.pruning.runtime.scratch import scratch_folder
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
 _CODE, _CODED = ":code", "iobs_coded"  # bytes of `entropy_code`; dtype and shape by name
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -90,8 +92,12 @@ def _code_of(tensor: Tensor) -> bytes | None:
     """The entropy code of the integers of a tensor; None if it has none."""
     if not looks_coded(tensor) or bool((tensor == 0).logical_and(tensor.signbit()).any()):
         return None
-    integers = Integers.of(tensor.flatten(1))
-    return None if integers is None else encode(integers)
+    codes = []
+    for matrices in matrices_of(tensor):
+        integers = [Integers.of(matrix.flatten(1)) for matrix in matrices]
+        if all(integers):
+            codes.append(b"".join(encode(matrix) for matrix in integers if matrix is not None))
+    return min(codes, key=len, default=None)
 
 
 def unpack(path: str | Path, directory: Path) -> None:
@@ -170,10 +176,10 @@ def _contents(file: Path) -> tuple[dict[str, Entry], dict[str, list[int]], dict[
     entries, metadata = read_entries(file)
     try:
         shapes = json.loads(metadata.pop(_SHAPES))
-        coded = {
-            name: Entry(getattr(torch, dtype), tuple(shape))
-            for name, (dtype, *shape) in json.loads(metadata.pop(_CODED, "{}")).items()
-        }
+        stated = json.loads(metadata.pop(_CODED, "{}"))
+        coded = {name: Entry(_DTYPES[value[0]], tuple(value[1:])) for name, value in stated.items()}
+        if any(_entries_in(value[1:]) < 0 for value in stated.values()):
+            raise ValueError("a shape that is none")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
     _require_parts(file, shapes, entries)
@@ -246,10 +252,10 @@ def _decoded(code: Tensor, name: str, entry: Entry) -> Tensor:
     Raises:
         ModelError: it is damaged, or has another shape.
     """
-    integers = decode(code.numpy().tobytes(), repr(name))
-    if integers.codes.shape[0] != entry.shape[0] or integers.codes.numel() != math.prod(entry.shape):
+    matrices = [matrix.weight(entry.dtype).flatten() for matrix in decode(code.numpy().tobytes(), repr(name))]
+    if sum(map(len, matrices)) != math.prod(entry.shape):
         raise ModelError(f"The code of {name!r} is that of another shape; the packed file is damaged.")
-    return integers.weight(entry.dtype).reshape(entry.shape)
+    return torch.cat(matrices).reshape(entry.shape)
 
 
 def _expanded(tensors: dict[str, Tensor], name: str, entry: Entry) -> Tensor:

@@ -7,7 +7,9 @@ log-normally. Several interleaved states share one stream of words, so that a pr
     head     rows, columns, states, bytes of the side, words      5 uint32, little-endian like all numbers
     side     compressed by zlib: steps and factors as bfloat16, classes of columns and rows as int8, tables of classes
     words    uint16, the states first
-    sum      CRC-32 of all of it and of the tables
+    sums     CRC-32 of the tables as they were made, and of all before it
+
+Matrices of one tensor follow each other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from iobs.core.integers import Classes, Integers, raw_bits
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
-_HEAD = struct.Struct("<5I")
+_HEAD, _SUM = struct.Struct("<5I"), struct.Struct("<I")
 _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "<i2"), ("high", "<i2")])
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
@@ -59,10 +61,6 @@ class Tables:
         places = np.cumsum([0, *map(len, found)])[:-1]
         return cls(entries, np.concatenate(found), places.astype(np.int64))
 
-    def check(self) -> bytes:
-        """Bytes for the sum: a processor that makes other tables must notice."""
-        return self.starts.tobytes()
-
 
 def encode(integers: Integers) -> bytes:
     """The bytes of a matrix."""
@@ -89,19 +87,29 @@ def encode(integers: Integers) -> bytes:
     words = kernel.encoded(codes, _small(classes.rows), _small(classes.columns), *_lookup(tables), states)
     head = _HEAD.pack(rows, columns, states, len(side), len(words))
     whole = head + side + words.tobytes()
-    return whole + struct.pack("<I", zlib.crc32(tables.check(), zlib.crc32(whole)))
+    whole += _SUM.pack(zlib.crc32(tables.starts.tobytes()))
+    return whole + _SUM.pack(zlib.crc32(whole))
 
 
-def decode(data: bytes | memoryview, name: str = "the matrix") -> Integers:
-    """The matrix of `encode`.
+def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
+    """The matrices whose bytes of `encode` follow each other.
 
     Args:
-        data: its bytes.
-        name: of the matrix in errors.
+        data: the bytes.
+        name: of the tensor in errors.
 
     Raises:
-        ModelError: the bytes are truncated or changed.
+        ModelError: the bytes are truncated or changed, or this processor makes other tables than the one that wrote.
     """
+    found: list[Integers] = []
+    while not found or data:
+        matrix, data = _first(data, name)
+        found.append(matrix)
+    return found
+
+
+def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
+    """The first matrix, and the bytes behind it."""
     from iobs.models import entropy_code_numba as kernel
 
     try:
@@ -114,14 +122,19 @@ def decode(data: bytes | memoryview, name: str = "the matrix") -> Integers:
         by_column, side = np.frombuffer(side, np.int8, columns), side[columns:]
         by_row, side = np.frombuffer(side, np.int8, rows), side[rows:]
         tables = Tables.of(np.frombuffer(side, _ENTRY))
-        (stated,) = struct.unpack_from("<I", data, end)
+        (of_tables,), (of_bytes,) = _SUM.unpack_from(data, end), _SUM.unpack_from(data, end + _SUM.size)
     except (struct.error, zlib.error, ValueError, IndexError) as error:
         raise ModelError(f"The code of {name} is truncated or damaged; copy the file again.") from error
-    if zlib.crc32(tables.check(), zlib.crc32(data[:end])) != stated:
+    possible = 1 <= states <= _MOST_STATES and count >= 2 * states
+    if zlib.crc32(data[: end + _SUM.size]) != of_bytes or not possible:
         raise ModelError(f"The code of {name} is damaged; copy the file again.")
+    if zlib.crc32(tables.starts.tobytes()) != of_tables:
+        raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")
     words = np.frombuffer(data, np.uint16, count, words_at)
     codes = kernel.decoded(words, by_row, by_column, *_lookup(tables), states)
-    return Integers(torch.from_numpy(codes), steps, factors)
+    if codes is None:
+        raise ModelError(f"The code of {name} is damaged; copy the file again.")
+    return Integers(torch.from_numpy(codes), steps, factors), data[end + 2 * _SUM.size :]
 
 
 def _lookup(tables: Tables) -> tuple[NDArray[np.uint16], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -82,13 +82,15 @@ def _read(
     slots: NDArray[np.uint16],
     states: Places,
     words: Words,
-) -> None:
-    """Read the integers of a matrix."""
+) -> bool:
+    """Read the integers of a matrix; False if they need more words or other classes than there are."""
     at, lane, width = 0, 0, codes.shape[1]
     for i in range(codes.shape[0]):
         for j in range(width):
             number = int(rows[i]) + int(columns[j])
             number = max(number, 0)
+            if number >= len(places) or at + 2 > len(words):
+                return False
             x = states[lane]
             slot = x & (_WHOLE - 1)
             symbol = np.int64(slots[number, slot])
@@ -112,6 +114,7 @@ def _read(
             lane += 1
             if lane == len(states):
                 lane = 0
+    return True
 
 
 def encoded(
@@ -152,8 +155,8 @@ def decoded(
     least: Places,
     raw: Places,
     count: int,
-) -> NDArray[np.int32]:
-    """The integers of `encoded`, (rows, columns)."""
+) -> NDArray[np.int32] | None:
+    """The integers of `encoded`, (rows, columns); None if the words are not theirs."""
     last = words[: 2 * count].astype(np.int64)
     states = (last[::2] << 16) | last[1::2]
     # A class ends where the next cumulative frequencies begin, with 0 again: at the first fall after its place.
@@ -161,5 +164,5 @@ def decoded(
     ends = falls[np.searchsorted(falls, places + 1)]
     codes = np.empty((len(rows), len(columns)), np.int32)
     padded = np.append(words[2 * count :], np.zeros(2, np.uint16))
-    _read(codes, rows, columns, starts, places, least, raw, _slots(starts, places, ends), states, padded)
-    return codes
+    read = _read(codes, rows, columns, starts, places, least, raw, _slots(starts, places, ends), states, padded)
+    return codes if read else None

@@ -33,6 +33,7 @@ from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.network.usable import require_usable
 from iobs.pruning.plan.bits import require_budget, require_whole
 from iobs.pruning.plan.counts import require_room, under_pattern
+from iobs.pruning.plan.rates import require_rates
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
@@ -235,6 +236,7 @@ def requested(
         require_global(pattern)
     require_solvable(recipe.for_layers(patterns), patterns)
     allocation = under_pattern(recipe.division, pattern)
+    require_rates(patterns, None if recipe.division.criterion == "uniform" else pattern)
     if isinstance(pattern, Budget):
         require_budget(pattern, [layer.shape for layer, of_layer in patterns.items() if of_layer is pattern])
     require_room(allocation, pattern, [layer for layer, of_layer in patterns.items() if of_layer is pattern])

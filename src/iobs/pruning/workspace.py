@@ -380,9 +380,8 @@ class Workspace:
         masters = Masters.of(self.store, names, {}, zero_outside=True)
         if patterns is not None:
             masters.masks = self.masks(patterns)
-            masters.rounding = rounding_of(
-                self.store.model, {layer: patterns[layer] for layer in self.selection.layers}
-            )
+            of_layers = {layer: patterns[layer] for layer in self.selection.layers}
+            masters.rounding = rounding_of(self.store.model, of_layers, self.store.stored_dtype)
         gradient = LossGradient(self._loss(step), masters, self.ranks)
         return Descent(gradient, step.optimizer, self.order(step, samples), self.scoring.comparison_loss, self.ranks)
 

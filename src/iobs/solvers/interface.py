@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.modes import full_precision
-from iobs.core.patterns import Pattern, RowsOf
+from iobs.core.patterns import Pattern, Rate, RowsOf
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError, is_a
 from iobs.solvers.families import (
@@ -22,6 +22,7 @@ from iobs.solvers.families import (
     COLUMN_GROUPS,
     ENTRIES,
     GRIDS,
+    RATES,
     REFINEMENTS,
     SOLVERS,
     SolverFamily,
@@ -74,6 +75,8 @@ def solve(
     """
     if not isinstance(quadratic, Quadratic):
         raise ProblemError(f"solve needs an iobs.Quadratic, got {type(quadratic).__name__}; see iobs.Quadratic.at.")
+    if isinstance(pattern, Rate) and quadratic.dtype.itemsize == 2 and not callable(solver):
+        options = {"dtype": quadratic.dtype, **options}  # so that products are exact in the dtype of the weights
     tools = _tools(family_of(pattern), solver, refine, damping, budget, options)
     with full_precision():
         (solution,) = _solve_all([quadratic], [pattern], quadratic, tools, damping, name)
@@ -249,7 +252,7 @@ def require_known_solver(solver: str | Solver) -> None:
     """
     _require_name_or_function("solver", solver)
     if isinstance(solver, str):
-        families = [family for family in (ENTRIES, GRIDS, COLUMN_GROUPS) if solver in family.solvers]
+        families = [family for family in (ENTRIES, GRIDS, COLUMN_GROUPS, RATES) if solver in family.solvers]
         _solver([*families, ENTRIES][0], solver, "default", {})
 
 

@@ -24,6 +24,7 @@ from iobs.errors import PatternError
 _BLOCK = 64  # columns whose errors are carried to the columns before them in one product
 _CLOSE = 0.002  # bits are met within this share from below
 _TRIALS = 12
+_LARGEST = 2**13 - 1  # code whose product with a step and a factor is exact in float32
 _MOST_SHIFT = 4.0  # octaves from one trial to the next
 
 
@@ -101,11 +102,13 @@ class SuccessiveRounding:
             residual = torch.empty_like(block)
             for j in range(len(block) - 1, -1, -1):
                 value, size = block[j], float(diagonal[span.start + j])
-                step = float(first[span.start + j])
+                step, largest = float(first[span.start + j]), float(value.abs().max())
+                while largest > _LARGEST * step * size:  # a larger code would not be exact
+                    step *= 2
                 code = (value / (step * size)).round_()
                 if half:
                     code = code.to(self.dtype).float()
-                else:
+                elif step == float(first[span.start + j]):
                     step = _fitted(value / size, code, step)
                 codes[:, span.start + j], steps[span.start + j] = code, step
                 residual[j] = code * step

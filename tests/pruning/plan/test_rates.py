@@ -115,3 +115,20 @@ def test_a_model_of_16_bits_that_is_computed_in_32_keeps_its_integers(tmp_path):
     weight = loaded.module.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
     loaded.write(tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight"], weight)
+
+
+def test_layers_that_no_rate_fits_are_refused_before_any_work():
+    grouped = nn.Sequential(nn.Conv2d(16, 32, 3, groups=2))
+    with pytest.raises(ProblemError, match="has 2 groups"):
+        iobs.prune(grouped, [torch.randn(4, 16, 8, 8)], iobs.Rate(BITS), "one-shot")
+    narrow = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 1))
+    with pytest.raises(PatternError, match="leave it dense by iobs"):
+        iobs.prune(narrow, batches(), iobs.Rate(BITS), "one-shot")
+    with pytest.raises(PatternError, match="or give more"):
+        iobs.prune(network(), batches(), iobs.Rate(0.5), "one-shot", allocation="uniform")
+
+
+def test_inputs_that_are_always_zero_end_no_division():
+    model = nn.Sequential(nn.Linear(32, 96), nn.Threshold(1e9, 0.0), nn.Linear(96, 96))
+    report = iobs.prune(model, batches(), iobs.Rate(BITS), "one-shot")
+    assert report.bits_per_weight <= 1.01 * BITS

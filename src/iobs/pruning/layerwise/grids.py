@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -37,6 +37,11 @@ def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[
         solver = settings[layer].solver
         if isinstance(pattern, Rate):
             _require_rate_solver(solver, settings[layer], pattern)
+            if layer.groups > 1:
+                raise ProblemError(
+                    f"The convolution {layer.name!r} has {layer.groups} groups, which no rate takes yet: leave it "
+                    f'dense by iobs.Rule("{layer.name}", dense=True).'
+                )
             continue
         if isinstance(pattern, Budget):
             pattern = Unstructured(0.5) & Grid(4, pattern.group)
@@ -110,7 +115,7 @@ def solver_for(solver: str | Solver, pattern: Pattern, dtype: torch.dtype) -> st
         dtype: of the layer's weights, which limits coded integers.
     """
     if isinstance(pattern, Rate):
-        return solver if isinstance(solver, SuccessiveRounding) else SuccessiveRounding(dtype)
+        return SuccessiveRounding(dtype)
     if isinstance(solver, ADMM) and grid_of(pattern) is not None:
         return GridSearch(solver.budget)
     return solver
@@ -152,9 +157,17 @@ def is_rounded(patterns: Iterable[Pattern]) -> bool:
     return any(isinstance(pattern, Rate) or grid_of(pattern) is not None for pattern in patterns)
 
 
-def rounding_of(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> GridRounding | None:
-    """The rounding of gradient steps to the values that the patterns allow; None if all values are free."""
-    return GridRounding(model, patterns) if is_rounded(patterns.values()) else None
+def rounding_of(
+    model: nn.Module, patterns: Mapping[Layer, Pattern], dtype_of: Callable[[Layer], torch.dtype]
+) -> GridRounding | None:
+    """The rounding of gradient steps to the values that the patterns allow; None if all values are free.
+
+    Args:
+        model: see `GridRounding`.
+        patterns: see `GridRounding`.
+        dtype_of: dtype in which the weights of a layer are stored.
+    """
+    return GridRounding(model, patterns, dtype_of) if is_rounded(patterns.values()) else None
 
 
 class GridRounding:
@@ -166,9 +179,13 @@ class GridRounding:
     Args:
         model: its weights lie on their grids.
         patterns: of every layer; layers without a grid are not rounded.
+        dtype_of: dtype in which the weights of a layer are stored: the products of integers are exact in it.
     """
 
-    def __init__(self, model: nn.Module, patterns: Mapping[Layer, Pattern]) -> None:
+    def __init__(
+        self, model: nn.Module, patterns: Mapping[Layer, Pattern], dtype_of: Callable[[Layer], torch.dtype]
+    ) -> None:
+        self._dtype_of = dtype_of
         self._scales: dict[str, list[tuple[Layer, Grid, Tensor]]] = {}
         self._integers: dict[str, list[tuple[Layer, Integers]]] = {}
         for layer, pattern in patterns.items():
@@ -188,7 +205,8 @@ class GridRounding:
             return master
         value = master.to(dtype, copy=True)
         for layer, integers in self._integers.get(name, ()):
-            layer.write_into(value, integers.towards(layer.matrix(master), dtype).weight(dtype))
+            moved = integers.to(master.device).towards(layer.matrix(master), self._dtype_of(layer))
+            layer.write_into(value, moved.weight(dtype))
         for layer, grid, scales in self._scales.get(name, ()):
             spread = over_columns(scales, grid, layer.shape[1]).to(master.device)
             codes = (layer.matrix(master) / spread).round_().clamp_(-grid.levels, grid.levels)

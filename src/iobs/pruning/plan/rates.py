@@ -14,7 +14,7 @@ from torch import Tensor
 
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
-from iobs.core.patterns import Rate
+from iobs.core.patterns import Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
@@ -26,6 +26,7 @@ from iobs.solvers.successive_rounding import bits_at
 
 _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
+_MOST = 12.0  # bits of a layer
 _STEPS = 60  # of a bisection
 
 
@@ -68,6 +69,26 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
 
 
+def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:
+    """Raise unless every layer can have its rate, before any work.
+
+    Args:
+        patterns: of every layer.
+        divided: the pattern whose bits the run divides, or None.
+
+    Raises:
+        PatternError: the steps and tables of a layer alone need more.
+    """
+    for layer, pattern in patterns.items():
+        least = least_bits(layer.shape) + _FEWEST
+        if isinstance(pattern, Rate) and least > (_MOST if pattern is divided else pattern.bits):
+            shape = f"{layer.shape[0]} x {layer.shape[1]}"
+            raise PatternError(
+                f"The steps and tables of {layer.name!r} ({shape}) alone need {least:.2f} bits a weight: leave it "
+                f'dense by iobs.Rule("{layer.name}", dense=True)' + (", or give more." if least <= _MOST else ".")
+            )
+
+
 def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
     """Logarithms of the spreads of columns in the metric of a layer, (groups, columns), on the processor.
 
@@ -78,7 +99,9 @@ def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
     """
     parts = weight.reshape(len(grams), -1, weight.shape[1])
     found = []
-    for rows, gram in zip(parts, grams.double(), strict=True):
+    for rows, gram in zip(parts, grams.to(weight.device).double(), strict=True):
+        if not bool(gram.diagonal().any()):  # inputs that are all zero: weights count as they are
+            gram = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         damping = max(settings.damping, _LEAST_DAMPING) * float(gram.diagonal().mean())
         shifted = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         found.append(torch.log2((rows.square().mean(0).sqrt() * cholesky(shifted).diagonal()).clamp_min(1e-30)))
@@ -107,7 +130,7 @@ def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mappin
 
     def bits(level: float) -> dict[Layer, float]:
         return {
-            layer: min(least_bits(shapes[layer]) + max(float(bits_at(spread, level).mean()), _FEWEST), 12.0)
+            layer: min(least_bits(shapes[layer]) + max(float(bits_at(spread, level).mean()), _FEWEST), _MOST)
             for layer, spread in octaves.items()
         }
 

@@ -217,7 +217,7 @@ class Fits:
         if final:
             patterns = {layer: self.patterns[layer] for layer in layers if layer.key in masks}
             free_zeros(masks, patterns)
-            rounding = rounding_of(model, patterns)
+            rounding = rounding_of(model, patterns, self.workspace.store.stored_dtype)
         names += self._vectors_outside() if outside else []
         return Masters.of(self.workspace.store, names, masks, rounding, shared=shared)
 
