@@ -222,3 +222,21 @@ def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
     unpack(tmp_path / "packed", tmp_path / "back")
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert all(same_bits(again[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"version": 2, "tensors": {}}, "version 2"),
+        ({"version": 1, "tensors": {"weight": ["float32", "a"]}}, "no packed file"),
+        ({"version": 1, "tensors": {"weight": ["nn", 3, 3]}}, "no packed file"),
+        ({"version": 1, "tensors": {"weight": ["float32", 3, 3]}}, "is not there"),
+        ({"version": 1, "tensors": 3}, "no packed file"),
+    ],
+)
+def test_damaged_metadata_of_codes_is_one_clear_error(stated, message, tmp_path):
+    (tmp_path / "packed").mkdir()
+    metadata = {"iobs_shapes": "{}", "iobs_coded": json.dumps(stated)}
+    save_file({"bias": torch.ones(3)}, tmp_path / "packed" / "model.packed", metadata)
+    with pytest.raises(ModelError, match=message):
+        unpacked_bytes(tmp_path / "packed")

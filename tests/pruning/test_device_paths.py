@@ -177,7 +177,7 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     for holdout, place in ((0.0, "device"), (0.25, "memory")):
         store._recipe = recipe
-        store.check(data, chosen, holdout)
+        store.place(chosen, data, holdout)
         assert store._storage.place == place
     where = plans[0], plans[0].model_bytes
     room = store._room(*where)

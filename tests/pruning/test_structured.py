@@ -194,6 +194,11 @@ def test_small_difference_of_the_narrower_network_is_measured_again_in_float64()
     kept = [*range(0, 256, 2)]
     zero_columns(wide, site, kept)
     remove(narrow, [site], {site.name: kept})
+    order = torch.randperm(len(kept))  # another order of the sums, since some processors round zeros away alike
+    with torch.no_grad():
+        for tensor in (narrow.first.weight, narrow.first.bias):
+            tensor.copy_(tensor[order].clone())
+        narrow.last.weight.copy_(narrow.last.weight[:, order].clone())
     expected = Expected.of(wide, data)
     with pytest.raises(AuditError, match="other outputs"):
         expected.require(narrow)

@@ -29,7 +29,8 @@ from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
-_CODE, _CODED = ":code", "iobs_coded"  # bytes of `entropy_code`; dtype and shape by name
+_CODE, _CODED = ":code", "iobs_coded"  # bytes of `entropy_code`; its version, and dtype and shape by name
+_VERSION = 1
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +74,9 @@ def _pack_entries(shard: Path, target: Path, entries: Mapping[str, Entry], metad
             else:
                 packed[name] = entry
         coded = {name: [str(entries[name].dtype).removeprefix("torch."), *entries[name].shape] for name in codes}
-        own = {_SHAPES: json.dumps(shapes)} | ({_CODED: json.dumps(coded)} if coded else {})
+        own = {_SHAPES: json.dumps(shapes)} | (
+            {_CODED: json.dumps({"version": _VERSION, "tensors": coded})} if coded else {}
+        )
         with ShardWriter(target, packed, {**metadata, **own}) as writer:
             for name in entries:
                 if name in codes:
@@ -176,13 +179,16 @@ def _contents(file: Path) -> tuple[dict[str, Entry], dict[str, list[int]], dict[
     entries, metadata = read_entries(file)
     try:
         shapes = json.loads(metadata.pop(_SHAPES))
-        stated = json.loads(metadata.pop(_CODED, "{}"))
+        known = json.loads(metadata.pop(_CODED, "null")) or {"version": _VERSION, "tensors": {}}
+        version, stated = known["version"], known["tensors"]
         coded = {name: Entry(_DTYPES[value[0]], tuple(value[1:])) for name, value in stated.items()}
         if any(_entries_in(value[1:]) < 0 for value in stated.values()):
             raise ValueError("a shape that is none")
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
     _require_parts(file, shapes, entries)
+    if version != _VERSION:
+        raise ModelError(f"{file} has a code of version {version}; install the iobs that wrote it.")
     if lost := [name for name in coded if name + _CODE not in entries]:
         raise ModelError(f"{file} is damaged (the code of {lost[0]!r} is not there); copy or pack it again.")
     dense: dict[str, Entry] = {}

@@ -188,7 +188,7 @@ def test_divergence_in_pieces_equals_the_divergence_at_once(padded, monkeypatch)
         batch["attention_mask"] = torch.ones(3, 7).index_fill(1, torch.tensor([5]), 0)
     found = []
     for whole in (10**9, 0):
-        monkeypatch.setattr(losses, "_WHOLE", whole)
+        monkeypatch.setattr(losses, "WHOLE", whole)
         monkeypatch.setattr(losses, "PIECE", 40)
         given = sparse.clone().requires_grad_(True)
         loss = divergence(nn.Identity(), batch, dense, given)
@@ -214,7 +214,7 @@ def test_token_loss_in_pieces_equals_the_loss_at_once(reduction, monkeypatch):
     labels = torch.randint(11, (3, 7)).index_fill_(1, torch.tensor([4]), losses.IGNORED)
     monkeypatch.setattr(losses, "PIECE", 40)
     for whole in (10**9, 0):
-        monkeypatch.setattr(losses, "_WHOLE", whole)
+        monkeypatch.setattr(losses, "WHOLE", whole)
         given = values.clone().requires_grad_(True)
         loss = losses.next_token_loss(given, labels, reduction)
         found.append((loss.detach(), *torch.autograd.grad(loss, given)))
@@ -234,7 +234,7 @@ def test_task_loss_of_a_language_model_needs_no_float32_copy_of_all_scores(batch
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", counted)
     monkeypatch.setattr(losses, "PIECE", 48 * 5)
     for whole in (10**9, 0):
-        monkeypatch.setattr(losses, "_WHOLE", whole)
+        monkeypatch.setattr(losses, "WHOLE", whole)
         rows.clear()
         found.append(torch.autograd.grad(task_loss(model, batch), model.lm_head.weight)[0])
     assert max(rows) == 5
@@ -247,7 +247,7 @@ def test_metric_in_pieces_equals_the_metric_at_once(batch, monkeypatch):
     model, found = tiny_llama(), []
     monkeypatch.setattr(losses, "PIECE", 48 * 5)
     for whole in (10**9, 0):
-        monkeypatch.setattr(losses, "_WHOLE", whole)
+        monkeypatch.setattr(losses, "WHOLE", whole)
         found.append(metric(model, Samples.of([batch])))
     assert found[0][0] == found[1][0] == "perplexity"
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
