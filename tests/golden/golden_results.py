@@ -27,7 +27,7 @@ import iobs
 STORED = Path(__file__).with_name("results.json")
 # Relative Frobenius distance that another processor may cause: it adds up products of matrices in another order, keeps
 # another entry where two are nearly equal, and divides zeros otherwise after that. Runs of whole random networks, with
-# the oldest instructions instead of AVX2, were .09 to .22 away, and a convolutional one on a Xeon .45 from one on an EPYC;
+# the oldest instructions instead of AVX2, were .09 to .22 away, a convolutional one on a Xeon .45 from one on an EPYC;
 # single problems and files hardly at all.
 TOLERANCE, TOLERANCE_OF_NETWORKS = 0.02, 0.6
 _SIGNS = 16  # a sketch of 16 numbers tells a distance to about a fifth of it
