@@ -108,7 +108,8 @@ def test_masters_are_rounded_on_their_way_into_the_model():
     pattern = Grid(4, 8)
     masks = free_zeros({"0.weight": model[0].weight != 0}, {layer: pattern})
     assert masks["0.weight"].all()
-    masters = Masters.of(Store(model), ["0.weight"], masks, rounding_of(model, {layer: pattern}))
+    store = Store(model)
+    masters = Masters.of(store, ["0.weight"], masks, rounding_of(model, {layer: pattern}, store.stored_dtype))
     masters.values["0.weight"][0, 1] += 0.13
     masters.values["0.weight"][0, 2] += 0.12
     masters.values["0.weight"][0, 0] += 9.0
@@ -125,7 +126,7 @@ def test_zeros_of_sparse_grids_stay():
     layer = find_layers(model)[0]
     mask = torch.zeros(2, 8, dtype=torch.bool)
     assert not free_zeros({"0.weight": mask}, {layer: SPARSE})["0.weight"].any()
-    assert rounding_of(model, {layer: Unstructured(0.5)}) is None
+    assert rounding_of(model, {layer: Unstructured(0.5)}, Store(model).stored_dtype) is None
 
 
 def test_intermediate_projections_have_no_grid():
