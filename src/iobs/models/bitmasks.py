@@ -24,15 +24,14 @@ from iobs.errors import ModelError
 from iobs.models.entropy_code import decode, encode
 from iobs.models.output import copy_companions
 from iobs.models.ready import is_ready, read_ready, weight_of
-from iobs.models.weights import Entry, ShardWriter, read_entries
+from iobs.models.weights import DTYPES, Entry, ShardWriter, read_entries
 from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"
 _MASK, _VALUES, _SHAPES = ":mask", ":values", "iobs_shapes"
 _CODE, _CODED = ":code", "iobs_coded"  # bytes of `entropy_code`; its version, and dtype and shape by name
 _VERSION = 1
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -95,12 +94,10 @@ def _code_of(tensor: Tensor) -> bytes | None:
     """The entropy code of the integers of a tensor; None if it has none."""
     if not looks_coded(tensor) or bool((tensor == 0).logical_and(tensor.signbit()).any()):
         return None
-    codes = []
-    for matrices in matrices_of(tensor):
-        integers = [Integers.of(matrix.flatten(1)) for matrix in matrices]
-        if all(integers):
-            codes.append(b"".join(encode(matrix) for matrix in integers if matrix is not None))
-    return min(codes, key=len, default=None)
+    found = ([Integers.of(matrix) for matrix in matrices] for matrices in matrices_of(tensor))
+    ways = [[matrix for matrix in way if matrix is not None] for way in found if all(way)]
+    shortest = min(ways, key=lambda way: sum(matrix.bits() for matrix in way), default=None)
+    return None if shortest is None else b"".join(map(encode, shortest))
 
 
 def unpack(path: str | Path, directory: Path) -> None:

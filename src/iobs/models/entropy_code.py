@@ -37,8 +37,6 @@ _NODES, _SHARES = np.polynomial.hermite_e.hermegauss(7)
 _STATE_ENTRIES = 4096  # entries of a matrix for each state
 _MOST_STATES = 32
 
-Words = NDArray[np.uint16]
-
 
 @dataclass(frozen=True)
 class Tables:
@@ -84,7 +82,8 @@ def encode(integers: Integers) -> bytes:
         ),
         9,
     )
-    words = kernel.encoded(codes, _small(classes.rows), _small(classes.columns), *_lookup(tables), states)
+    coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
+    words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(side), len(words))
     whole = head + side + words.tobytes()
     whole += _SUM.pack(zlib.crc32(tables.starts.tobytes()))
@@ -131,7 +130,7 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
     if zlib.crc32(tables.starts.tobytes()) != of_tables:
         raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")
     words = np.frombuffer(data, np.uint16, count, words_at)
-    codes = kernel.decoded(words, by_row, by_column, *_lookup(tables), states)
+    codes = kernel.decoded(words, kernel.Coding(by_row, by_column, *_lookup(tables)), states)
     if codes is None:
         raise ModelError(f"The code of {name} is damaged; copy the file again.")
     return Integers(torch.from_numpy(codes), steps, factors), data[end + 2 * _SUM.size :]

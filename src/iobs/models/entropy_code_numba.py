@@ -6,6 +6,8 @@ Entry n belongs to state n mod `states`. States lie in [2^16, 2^32). To code a s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -19,19 +21,35 @@ _WHOLE = 1 << _BITS
 _LEAST = 1 << 16  # least state
 
 
+class Coding(NamedTuple):
+    """The classes of the entries of a matrix, and the tables of the classes.
+
+    Attributes:
+        rows: (rows,), part of the class of an entry.
+        columns: (columns,), the other part.
+        starts: cumulative frequencies of the symbols, a class after another.
+        places: (classes,), where those of a class begin.
+        least: (classes,), integer of the first symbol, without raw bits.
+        raw: (classes,), raw bits of an integer.
+    """
+
+    rows: Small
+    columns: Small
+    starts: Words
+    places: Places
+    least: Places
+    raw: Places
+
+
 @njit(nogil=True, cache=True)
 def _written(
     codes: NDArray[np.int32],
-    rows: Small,
-    columns: Small,
-    starts: Words,
-    places: Places,
-    least: Places,
-    raw: Places,
+    coding: Coding,
     states: Places,
     words: Words,
 ) -> int:
     """Write the words from the end of an array on, and return where they begin."""
+    rows, columns, starts, places, least, raw = coding
     end, width = len(words), codes.shape[1]
     for n in range(codes.size - 1, -1, -1):
         i, j = n // width, n % width
@@ -73,17 +91,13 @@ def _slots(starts: Words, places: Places, ends: Places) -> NDArray[np.uint16]:
 @njit(nogil=True, cache=True)
 def _read(
     codes: NDArray[np.int32],
-    rows: Small,
-    columns: Small,
-    starts: Words,
-    places: Places,
-    least: Places,
-    raw: Places,
+    coding: Coding,
     slots: NDArray[np.uint16],
     states: Places,
     words: Words,
 ) -> bool:
     """Read the integers of a matrix; False if they need more words or other classes than there are."""
+    rows, columns, starts, places, least, raw = coding
     at, lane, width = 0, 0, codes.shape[1]
     for i in range(codes.shape[0]):
         for j in range(width):
@@ -119,50 +133,36 @@ def _read(
 
 def encoded(
     codes: NDArray[np.int32],
-    rows: Small,
-    columns: Small,
-    starts: Words,
-    places: Places,
-    least: Places,
-    raw: Places,
+    coding: Coding,
     count: int,
 ) -> Words:
     """The words of a matrix: first the last states, high word before low, then those of its integers.
 
     Args:
         codes: (rows, columns).
-        rows: (rows,), part of the class of an entry.
-        columns: (columns,), the other part.
-        starts: cumulative frequencies, a class after another.
-        places: (classes,), where they begin.
-        least: (classes,), integer of the first symbol, without raw bits.
-        raw: (classes,), raw bits of an integer.
+        coding: classes and tables.
         count: number of states.
     """
     states = np.full(count, _LEAST, np.int64)
     words = np.empty(2 * codes.size + 2, np.uint16)  # no symbol needs more than two words
-    begin = _written(codes, rows, columns, starts, places, least, raw, states, words)
+    begin = _written(codes, coding, states, words)
     last = np.stack([states >> 16, states & 0xFFFF], 1).astype(np.uint16).ravel()
     return np.concatenate([last, words[begin:]])
 
 
 def decoded(
     words: Words,
-    rows: Small,
-    columns: Small,
-    starts: Words,
-    places: Places,
-    least: Places,
-    raw: Places,
+    coding: Coding,
     count: int,
 ) -> NDArray[np.int32] | None:
     """The integers of `encoded`, (rows, columns); None if the words are not theirs."""
     last = words[: 2 * count].astype(np.int64)
     states = (last[::2] << 16) | last[1::2]
     # A class ends where the next cumulative frequencies begin, with 0 again: at the first fall after its place.
+    starts, places = coding.starts, coding.places
     falls = np.append(np.flatnonzero(np.diff(starts.astype(np.int64)) < 0), len(starts) - 1)
     ends = falls[np.searchsorted(falls, places + 1)]
-    codes = np.empty((len(rows), len(columns)), np.int32)
+    codes = np.empty((len(coding.rows), len(coding.columns)), np.int32)
     padded = np.append(words[2 * count :], np.zeros(2, np.uint16))
-    read = _read(codes, rows, columns, starts, places, least, raw, _slots(starts, places, ends), states, padded)
+    read = _read(codes, coding, _slots(starts, places, ends), states, padded)
     return codes if read else None

@@ -10,6 +10,7 @@ and Polyanskiy, arXiv 2603.04956, 2026), with steps of 8 significant bits and th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from iobs.errors import PatternError
 _BLOCK = 64  # columns whose errors are carried to the columns before them in one product
 _CLOSE = 0.002  # bits are met within this share from below
 _TRIALS = 12
+_STEPS = 60  # of a bisection
 _LARGEST = 2**13 - 1  # code whose product with a step and a factor is exact in float32
 _MOST_SHIFT = 4.0  # octaves from one trial to the next
 
@@ -53,14 +55,15 @@ class SuccessiveRounding:
         entries = centre.numel()
         wanted = pattern.bits * entries
         spread = centre.square().mean(0).sqrt() * lower.diagonal()
-        octave = level_of(spread, pattern.bits)
+        octaves = torch.log2(spread.clamp_min(1e-30)).double()
+        octave = level_at(pattern.bits, lambda level: float(bits_at(octaves, level).mean()), [octaves])
         low, high = -math.inf, math.inf  # errors, as octaves, that need too many bits, and few enough
         best: Integers | None = None
-        most, bits, spent = wanted, math.inf, math.inf
+        bits = spent = math.inf
         for _ in range(_TRIALS):
             found = self._rounded(target, lower, 2.0**octave)
             bits = found.bits()
-            if bits <= most:
+            if bits <= wanted:
                 high, best, spent = octave, found, bits
                 if bits >= (1 - _CLOSE) * wanted or not bool(found.codes.any()):
                     break
@@ -134,26 +137,25 @@ def _fitted(value: Tensor, code: Tensor, step: float) -> float:
     return other if error(other) < error(step) else step
 
 
-def level_of(spread: Tensor, bits: float) -> float:
-    """The error as an octave, log2 c, with which columns have some bits of an entry on average.
-
-    An entry of spread s that is rounded to multiples of c needs about log2(1 + 2 pi e s^2 / c^2) / 2 bits.
+def level_at(bits: float, average: Callable[[float], float], octaves: Iterable[Tensor]) -> float:
+    """The error as an octave, log2 c, with which entries have some bits on average.
 
     Args:
-        spread: (columns,) or any shape, in the metric.
         bits: of an entry, on average.
+        average: level -> these bits, which fall with it.
+        octaves: logarithms of the spreads of the entries, in tensors of any shape.
     """
-    octaves = torch.log2(spread.clamp_min(1e-30)).double()
-    low, high = float(octaves.min()) - 40, float(octaves.max()) + 40
-    for _ in range(60):
+    ends = [(float(spread.min()), float(spread.max())) for spread in octaves]
+    low, high = min(least for least, _ in ends) - 40, max(most for _, most in ends) + 40
+    for _ in range(_STEPS):
         middle = (low + high) / 2
-        if float(bits_at(octaves, middle).mean()) > bits:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if average(middle) > bits else (low, middle)
     return high
 
 
 def bits_at(octaves: Tensor, level: float) -> Tensor:
-    """Bits of entries whose spread is 2^octaves, if they are rounded with an error of 2^level."""
+    """Bits of entries whose spread s is 2^octaves, if they are rounded with an error c of 2^level.
+
+    They are about log2(1 + 2 pi e s^2 / c^2) / 2.
+    """
     return torch.log2(1 + 2 * math.pi * math.e * torch.exp2(2 * (octaves - level).clamp(-60, 60))) / 2

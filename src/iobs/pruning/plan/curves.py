@@ -102,6 +102,21 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
     return answered(workspace.store.model, judges_of(workspace).first(min(samples, PROBE)))
 
 
+def dense_sweep(workspace: Workspace, layers: tuple[Layer, ...], fit: Samples, heldout: Samples) -> Sweep:
+    """A sweep through the dense model that changes nothing, of at most `CURVE_TOKENS` positions of each samples."""
+    return Sweep(
+        workspace.store.model,
+        fit.first(fit.samples, CURVE_TOKENS),
+        heldout.first(heldout.samples, CURVE_TOKENS),
+        layers,
+        workspace.chain,
+        moments=Moments(workspace.request.seed, POSITIONS),
+        ranks=current(),
+        residency=workspace.store,
+        changes=False,
+    )
+
+
 def row_step(rows: int, groups: int) -> int:
     """Every how many-th row of a layer is solved for its curve; 1: all rows.
 
@@ -164,18 +179,7 @@ class CurveSweep:
         workspace = self.workspace
         fisher = workspace.fisher  # before the sweep: its passes load and release blocks
         parts = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
-        fit, evaluation = (part.first(part.samples, CURVE_TOKENS) for part in parts)
-        sweep = Sweep(
-            workspace.store.model,
-            fit,
-            evaluation,
-            self.layers,
-            workspace.chain,
-            moments=Moments(workspace.request.seed, POSITIONS),
-            ranks=current(),
-            residency=workspace.store,
-            changes=False,
-        )
+        sweep = dense_sweep(workspace, self.layers, *parts)
         done = 0
         for group in sweep.groups():
             statistics = cache(group.statistics)  # not called if the checkpoint holds the curves

@@ -16,18 +16,16 @@ from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Pattern, Rate
 from iobs.errors import PatternError
-from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS
+from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings
-from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
-from iobs.solvers.successive_rounding import bits_at
+from iobs.solvers.successive_rounding import bits_at, level_at
 
 _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
-_STEPS = 60  # of a bisection
 
 
 @torch.no_grad()
@@ -43,17 +41,7 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
         PatternError: the rate is less than the steps and tables of the layers need.
     """
     fisher = workspace.fisher  # before the sweep: its passes load and release blocks
-    sweep = Sweep(
-        workspace.store.model,
-        workspace.fit.first(workspace.fit.samples, CURVE_TOKENS),
-        workspace.fit.first(0),
-        layers,
-        workspace.chain,
-        moments=Moments(workspace.request.seed, POSITIONS),
-        ranks=current(),
-        residency=workspace.store,
-        changes=False,
-    )
+    sweep = dense_sweep(workspace, layers, workspace.fit, Samples())
     settings = workspace.recipe.for_layers(layers)
     octaves: dict[Layer, Tensor] = {}
     for group in sweep.groups():
@@ -137,9 +125,4 @@ def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mappin
     def average(level: float) -> float:
         return sum(weights[layer] * of_layer for layer, of_layer in bits(level).items()) / total
 
-    low = min(float(spread.min()) for spread in octaves.values()) - 40
-    high = max(float(spread.max()) for spread in octaves.values()) + 40
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if average(middle) > rate.bits else (low, middle)
-    return bits(high)
+    return bits(level_at(rate.bits, average, octaves.values()))
