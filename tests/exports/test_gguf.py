@@ -120,27 +120,12 @@ def test_scaled_positions_are_refused(half_sparse, tmp_path):
         half_sparse.module.config = config
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda module: setattr(module.config, "hidden_act", "gelu"), "computes silu in such a model, not gelu"),
-        (lambda module: narrow(module.model.layers[2].mlp), "one width for all layers"),
-        (lambda module: setattr(module.config, "intermediate_size", 64), "one width for all layers"),
-    ],
-)
-def test_models_that_llama_cpp_would_compute_otherwise_are_refused(half_sparse, change, message, tmp_path):
-    """The file was written, and llama.cpp computed something else or did not load it."""
+def test_another_activation_is_refused(half_sparse, tmp_path):
     other = replace(half_sparse, module=copy.deepcopy(half_sparse.module))
-    change(other.module)
-    with pytest.raises(ModelError, match=message):
+    other.module.config.hidden_act = "gelu"
+    with pytest.raises(ModelError, match="compute silu in such a model, not gelu"):
         iobs.export(other, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
-
-
-def narrow(mlp):
-    for one in (mlp.gate_proj, mlp.up_proj):
-        one.weight.data = one.weight.data[:64]
-    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :64]
 
 
 def test_a_module_without_its_tokenizer_is_refused_with_the_remedy(half_sparse, tmp_path):

@@ -12,7 +12,7 @@ from iobs.cli import console, options
 from iobs.core.files import expanded
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
-NAMES = ("gguf", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
+NAMES = ("gguf", "nemotron-nas", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
 
 
 @options.command
@@ -39,6 +39,7 @@ def export(
     Examples:
         iobs export OUT --to gguf  # writes OUT.gguf/model.gguf for llama.cpp
         iobs export OUT --to gguf --bits 8 -o FILES  # with weights rounded to 8 bits
+        iobs export OUT --to nemotron-nas  # a directory for vLLM and mlx-lm, each layer with a width of its own
         iobs export OUT --to onnx --bits 8  # a graph for ONNX Runtime, weights rounded to 8 bits
         iobs export OUT --to macko  # zeros left out, for the GPU kernels of MACKO
         iobs export OUT --to compressed-tensors --bits 4  # a directory for transformers and vLLM

@@ -18,6 +18,7 @@ from iobs.exports.to_compressed_tensors import write_compressed_tensors
 from iobs.exports.to_coreml import write_coreml
 from iobs.exports.to_gguf import write_gguf
 from iobs.exports.to_macko import write_macko
+from iobs.exports.to_nemotron_nas import write_nemotron_nas
 from iobs.exports.to_onnx import write_onnx
 from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
@@ -47,6 +48,7 @@ class Target:
 
 TARGETS = {
     "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
+    "nemotron-nas": Target(write_nemotron_nas, (16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
     "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
     "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
     "compressed-tensors": Target(

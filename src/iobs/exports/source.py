@@ -35,6 +35,7 @@ class Written:
         zeros: entries that are zero in the model.
         kept: entries that are zero in the model and in the file.
         exact: the file holds the same numbers; otherwise they were rounded.
+        added: zeros beside the matrix, where the format has no such width.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Written:
     zeros: int
     kept: int
     exact: bool
+    added: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,14 @@ class Export:
         how = f"{rounded} of them rounded" if rounded else "all of them exactly"
         return (
             f"Written: {self.path}, {self.bytes:,} bytes. {len(self.matrices)} matrices: {counts}; {how}. "
-            f"{self.kept_zeros:,} of {self.zeros:,} zeros are exact zeros in the file."
+            f"{self.kept_zeros:,} of {self.zeros:,} zeros are exact zeros in the file.{self._added()}"
         )
+
+    def _added(self) -> str:
+        """A sentence on the zeros beside matrices, or nothing."""
+        added = sum(matrix.added for matrix in self.matrices)
+        entries = sum(matrix.entries for matrix in self.matrices)
+        return f" {added / entries:.1%} more zeros fill layers up to widths that {self.to} has." if added else ""
 
 
 @dataclass(frozen=True)

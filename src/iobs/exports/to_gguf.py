@@ -1,5 +1,8 @@
 """GGUF: files that llama.cpp and its relatives run.
 
+A model whose layers have several widths takes the architecture "deci", which has numbers of heads and neurons for
+each layer. Every other one takes the architecture of its kind.
+
 A matrix becomes F32, F16, BF16, Q8_0 or Q4_0. Q8_0 and Q4_0 have a scale of 16 bits for every 32 columns and no offset,
 so that a zero stays a zero. Other types of GGUF have offsets, or are not symmetric, and are not written.
 
@@ -16,18 +19,20 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from iobs.errors import ModelError
+from iobs.exports.llama_like import LayerWidths, head_width, require_llama_like, widths_of_layers
 from iobs.exports.source import ExportSource, Foreign, Written, needed
 from iobs.exports.values import Codes, codes_of, exact_codes
 from iobs.models import Tokenizer
 
 FILE = "model.gguf"
 _BLOCK = 32
-_FIRST = "model.layers.0."  # prefix of the names of the first layer's parameters
 # Name of the architecture in llama.cpp, by the model_type of transformers.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_UNEQUAL = "deci"  # the architecture of layers of several widths
+_PAIRED = ("llama", _UNEQUAL)  # architectures that rotate neighbouring pairs of columns
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _FILE_TYPES["Q4_0"] = "MOSTLY_Q4_0"
 _BYTE = re.compile(r"^<0x[0-9A-F]{2}>$")
@@ -46,12 +51,12 @@ def write_gguf(source: ExportSource, directory: Path) -> list[Written]:
     """
     gguf = needed("gguf", "gguf")
     config = _checked(source)
-    writer = gguf.GGUFWriter(directory / FILE, _ARCHITECTURES[config.model_type])
-    _write_configuration(writer, config)
+    widths = widths_of_layers(source.module, config)
+    architecture = _architecture(config, widths)
+    writer = gguf.GGUFWriter(directory / FILE, architecture)
+    _write_configuration(writer, config, widths)
     write_vocabulary(writer, gguf, source.model.require_tokenizer(), config.vocab_size)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type].upper()], config.num_hidden_layers
-    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     matrices = {matrix.name: matrix for matrix in source.matrices()}
     written: list[Written] = []
     for name, parameter in source.module.named_parameters():  # a tied head once: llama.cpp uses the embedding for it
@@ -62,7 +67,9 @@ def write_gguf(source: ExportSource, directory: Path) -> list[Written]:
         llama_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if llama_name is None:
             raise ModelError(f"llama.cpp has no place for the weight {name!r}; export to another target.")
-        writer.add_tensor(llama_name, _llama_order(name, data, config), raw_dtype=gguf.GGMLQuantizationType[kind])
+        if architecture in _PAIRED and (".q_proj." in name or ".k_proj." in name):
+            data = _in_pairs(data, head_width(config))
+        writer.add_tensor(llama_name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
     types = [matrix.form for matrix in written]
     most = max(sorted(set(types)), key=types.count)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES[most]]))
@@ -80,58 +87,48 @@ def _checked(source: ExportSource) -> Foreign:
     Raises:
         ModelError: it cannot.
     """
-    config = getattr(source.module, "config", None)
-    kind = getattr(config, "model_type", type(source.module).__name__)
-    if kind not in _ARCHITECTURES or source.model.task not in ("causal-lm", "other") or config is None:
-        kinds = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"An export to gguf knows language models of the kinds {kinds}, not {kind!r}; try onnx.")
+    config = require_llama_like(source, "gguf", _ARCHITECTURES, ("default",))
     if source.model.task == "other":
         raise ModelError("A gguf file holds the tokenizer too: give the directory, or the LoadedModel of iobs.load.")
-    if config.hidden_act != "silu":
-        raise ModelError(f"llama.cpp computes silu in such a model, not {config.hidden_act}; try onnx.")
-    _require_equal_widths(source.module, config.num_hidden_layers, config.intermediate_size)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"Positions of the kind {rope['rope_type']!r} cannot be exported to gguf yet; try onnx.")
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if sliding or (kind == "mistral" and getattr(config, "sliding_window", None)):
-        raise ModelError("Attention in a sliding window cannot be exported to gguf yet; try onnx.")
     return config
 
 
-def _require_equal_widths(module: nn.Module, layers: int, width: int) -> None:
-    """Raise unless all layers have the shapes of the first, and its MLP the width of the configuration.
+def _architecture(config: Foreign, widths: Sequence[LayerWidths]) -> str:
+    """The architecture of llama.cpp that has the model's widths.
 
     Raises:
-        ModelError: they do not.
+        ModelError: there is none.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    first = {name: shape for name, shape in shapes.items() if name.startswith(_FIRST)}
-    alike = all(
-        shapes.get(name.replace(_FIRST, f"model.layers.{number}.", 1)) == shape
-        for name, shape in first.items()
-        for number in range(layers)
-    )
-    if not alike or first[f"{_FIRST}mlp.gate_proj.weight"][0] != width:
-        raise ModelError("A gguf file has one width for all layers, and these layers have several; try onnx.")
+    if len(set(widths)) == 1:
+        return _ARCHITECTURES[config.model_type]
+    if config.model_type == "qwen3":
+        raise ModelError(
+            "llama.cpp has one width for all layers of a model with norms of queries and keys, and these layers have "
+            "several; remove units with equal widths (uniform=True), or try onnx."
+        )
+    return _UNEQUAL
 
 
-def _write_configuration(writer: Foreign, config: Foreign) -> None:
+def _write_configuration(writer: Foreign, config: Foreign, widths: Sequence[LayerWidths]) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = head_width(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_feed_forward_length(_one_or_each([layer.neurons for layer in widths]))
+    writer.add_head_count(_one_or_each([layer.heads for layer in widths]))
+    writer.add_head_count_kv(_one_or_each([layer.kv_heads for layer in widths]))
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(width)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     writer.add_vocab_size(config.vocab_size)
+
+
+def _one_or_each(numbers: list[int]) -> int | list[int]:
+    """The number of all layers if they have the same, else one for each layer."""
+    return numbers if len(set(numbers)) > 1 else numbers[0]
 
 
 def _stored(weight: Tensor, bits: int | None, layer: bool) -> tuple[str, np.ndarray, Tensor]:
@@ -173,12 +170,9 @@ def _blocks(matrix: Codes) -> np.ndarray:
     return np.concatenate([scales, data], axis=2).reshape(rows, -1)
 
 
-def _llama_order(name: str, data: np.ndarray, config: Foreign) -> np.ndarray:
-    """The rows of queries and keys in the order of llama.cpp, which rotates neighbouring pairs instead of halves."""
-    if _ARCHITECTURES[config.model_type] != "llama" or not (".q_proj." in name or ".k_proj." in name):
-        return data
-    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-    halves = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
+def _in_pairs(data: np.ndarray, width: int) -> np.ndarray:
+    """The rows of queries or keys in the order of llama.cpp, which rotates neighbouring pairs instead of halves."""
+    halves = data.reshape(-1, 2, width // 2, *data.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
 
 
