@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import iobs
 from iobs.errors import ModelError
-from iobs.exports.decilm.configuration_decilm import DeciLMConfig
-from iobs.exports.decilm.modeling_decilm import DeciLMForCausalLM
 from iobs.exports.llama_like import LayerWidths, widths_of_layers
+from iobs.models.modeling_decilm import DeciLMConfig, DeciLMForCausalLM
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def require_llama_like(
 
 def head_width(config: Foreign) -> int:
     """Columns of one head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def widths_of_layers(module: nn.Module, config: Foreign) -> list[LayerWidths]:

@@ -4,8 +4,8 @@ All layers have hidden_size / (width of a head) query heads there, in groups of 
 keys and values. The width of an MLP is 2/3 hidden_size `ffn_mult`, rounded up to a multiple of 256. Narrower layers are
 filled up with heads and neurons of zeros, which add exactly nothing to the outputs.
 
-Format: https://huggingface.co/nvidia/Llama-3_3-Nemotron-Super-49B-v1. The directory holds code of ours, `decilm`, with
-which transformers and vLLM read the configuration; mlx-lm needs none.
+Format: https://huggingface.co/nvidia/Llama-3_3-Nemotron-Super-49B-v1. The directory holds a copy of
+models/modeling_decilm.py, through which transformers and vLLM read the configuration; mlx-lm needs none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from iobs.exports.llama_like import LayerWidths, head_width, require_llama_like,
 from iobs.exports.source import ExportSource, Foreign, Written
 
 _KINDS = ("llama", "mistral", "qwen2")
-_CODE = Path(__file__).parent / "decilm"
+_CODE = Path(__file__).parents[1] / "models" / "modeling_decilm.py"
 _NEURONS = 256  # widths of MLPs are multiples of it
 _ATTENTION = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # axis of the heads, by name of the layer
 _MLP = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # axis of the neurons
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_COPIED = ("attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "initializer_range")
-_COPIED += ("max_position_embeddings", "num_hidden_layers", "pad_token_id", "rms_norm_eps", "tie_word_embeddings")
-_COPIED += ("use_cache", "vocab_size")
+_COPIED = (
+    *("attention_dropout", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "initializer_range"),
+    *("max_position_embeddings", "num_hidden_layers", "pad_token_id", "rms_norm_eps", "tie_word_embeddings"),
+    *("use_cache", "vocab_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class _Block:
             return _longer(value, axis, self.neurons)
         if layer in ("k_proj", "v_proj"):
             return _longer(value, axis, self.heads // self.group * self.width)
-        groups = value.unflatten(axis, (self.before.kv_heads, -1))  # each stays with its keys
-        wider = _longer(groups, axis + 1, self.group * self.width).flatten(axis, axis + 1)
+        groups = value.tensor_split(self.before.kv_heads, axis)  # each stays with its keys
+        wider = torch.cat([_longer(group, axis, self.group * self.width) for group in groups], axis)
         return _longer(wider, axis, self.heads * self.width)
 
 
@@ -95,8 +97,7 @@ def write_nemotron_nas(source: ExportSource, directory: Path) -> list[Written]:
     biases = _with_missing_biases(filled)
     save_torch_state_dict(filled, directory, metadata={"format": "pt"})
     _write_configuration(directory, config, blocks, biases, dtype)
-    for file in _CODE.glob("*_decilm.py"):
-        shutil.copyfile(file, directory / file.name)
+    shutil.copyfile(_CODE, directory / _CODE.name)
     source.copy_files(directory)
     form = str(dtype).removeprefix("torch.")
     written = []
@@ -194,7 +195,7 @@ def _write_configuration(
     values = {
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {
-            "AutoConfig": "configuration_decilm.DeciLMConfig",
+            "AutoConfig": "modeling_decilm.DeciLMConfig",
             "AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM",
         },
         "model_type": "nemotron-nas",

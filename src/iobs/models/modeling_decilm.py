@@ -1,4 +1,7 @@
-"""The configuration of a nemotron-nas model: widths of attention and MLP for each layer."""
+"""A nemotron-nas model: the Llama of transformers, each layer with widths of its own.
+
+A nemotron-nas directory holds a copy of this file, through which transformers and vLLM read it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
 
 
-class DeciLMConfig(LlamaConfig):
+class DeciLMConfig(LlamaConfig):  # type: ignore[no-untyped-call]
     """The configuration of a Llama whose layers have widths of their own.
 
     Attributes:
@@ -46,3 +50,18 @@ class DeciLMConfig(LlamaConfig):
         """The values as plain numbers, texts and lists."""
         blocks = [{part: vars(fields) for part, fields in vars(block).items()} for block in self.block_configs]
         return {**super().to_dict(), "block_configs": blocks}
+
+
+class DeciLMForCausalLM(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A Llama whose layers have the widths of `block_configs`."""
+
+    config_class = DeciLMConfig
+
+    def __init__(self, config: DeciLMConfig):
+        """Build the layers from a configuration."""
+        super().__init__(config)
+        for number in range(config.num_hidden_layers):
+            layer = LlamaDecoderLayer(config.of_layer(number), number)
+            layer.self_attn.config = config  # the one in which the kind of attention is chosen
+            self.model.layers[number] = layer
+        self.post_init()  # type: ignore[no-untyped-call]
