@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from iobs.models import load
 from iobs.pruning.plan import widths
@@ -33,6 +33,30 @@ def test_language_model_is_written_narrower_and_loads_unpatched(run, tmp_path, r
     assert "No zeros" in counted
     assert "neurons are left" in counted
     assert "promises" not in counted
+
+
+@pytest.mark.usefixtures("small_embedded")
+def test_every_layer_of_a_llama_may_have_its_own_width(run, tmp_path):
+    out = tmp_path / "out"
+    pattern = ("--pattern", "structured:30%,uniform=false")
+    shown = run("prune", "-o", out, *pattern, "--recipe", "one-shot", *QUICK).output
+    assert "zeros fill layers up to widths that nemotron-nas has" in shown
+    assert json.loads((out / "config.json").read_text(encoding="utf8"))["model_type"] == "nemotron-nas"
+    loaded = load(out)
+    assert loaded.task == "causal-lm"
+    assert loaded.module.model.layers[0].mlp.up_proj.out_features % 256 == 0
+    loaded.save(tmp_path / "again")  # as every later run does
+    assert (tmp_path / "again" / "modeling_decilm.py").is_file()
+    assert load(tmp_path / "again").module.config.block_configs == loaded.module.config.block_configs
+
+
+def test_widths_that_no_directory_can_say_are_refused_before_any_work(run, tmp_path):
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    given = ("prune", tmp_path / "model", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false")
+    said = " ".join(run(*given, code=2).output.replace("\u2502", " ").split())
+    assert "the layout nemotron-nas alone: An export to nemotron-nas knows language models of the kinds llama" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_network_of_a_function_is_written_narrower(run, classifier, tmp_path):
@@ -122,8 +146,6 @@ def test_every_layer_of_a_network_of_a_function_may_have_its_own_width(run, clas
 def test_what_units_cannot_do_is_said_before_any_work(run, classifier, tmp_path):
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", tmp_path / "out")
     assert "torch.save" in run(*given, "--pattern", "structured:30%", "--units", "blocks", code=2).output
-    own = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%,uniform=false", code=2).output
-    assert "uniform=false gives every layer" in own
     kept = run("prune", "-o", tmp_path / "out", "--pattern", "structured:30%", "--low-memory", code=2).output
     assert "--pattern structured: not with" in kept
 

@@ -130,8 +130,9 @@ def test_bits_of_nemotron_nas(unequal, bits, dtype, tmp_path):
     assert all(one.exact for one in written.matrices) == (bits != 16)
 
 
-def test_half_precision_that_holds_all_weights_is_taken(unequal, tmp_path):
-    loaded = replace(unequal, module=copy.deepcopy(unequal.module).half().float())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_half_precision_that_holds_all_weights_is_taken(unequal, dtype, tmp_path):
+    loaded = replace(unequal, module=copy.deepcopy(unequal.module).half().to(dtype))
     written = iobs.export(loaded, tmp_path / "out", "nemotron-nas")
     assert {(one.form, one.exact) for one in written.matrices} == {("float16", True)}
 
@@ -139,7 +140,7 @@ def test_half_precision_that_holds_all_weights_is_taken(unequal, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "values", "change", "message"),
     [
-        (Qwen3Config, {}, None, "knows language models of the kinds llama, mistral, qwen2, not 'qwen3'"),
+        (Qwen3Config, {}, None, "knows language models of the kinds llama, mistral, qwen2, nemotron-nas, not 'qwen3'"),
         (LlamaConfig, {"hidden_act": "gelu"}, None, "compute silu in such a model, not gelu"),
         (LlamaConfig, {"head_dim": 10}, None, r"hidden_size / 10 query heads in all layers, hidden_size is 48"),
         (LlamaConfig, {"head_dim": 16}, None, "hidden_size is 48, and this model has 6"),
@@ -156,6 +157,15 @@ def test_models_that_nemotron_nas_cannot_hold_are_refused(embedded, kind, values
     with pytest.raises(ModelError, match=message):
         iobs.export(replace(embedded, module=model), tmp_path / "out", "nemotron-nas")
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_without_attention_need_the_code_of_their_model(unequal, tmp_path):
+    iobs.export(unequal, tmp_path / "out", "nemotron-nas")
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf8"))
+    config["block_configs"][1]["attention"] |= {"no_op": True, "n_heads_in_group": None}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config), encoding="utf8")
+    with pytest.raises(ModelError, match="layer 1 has no attention or no MLP; --trust-remote-code"):
+        iobs.models.load(tmp_path / "out")
 
 
 def test_unequal_widths_beside_norms_of_queries_are_refused_for_gguf(small, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -251,20 +251,41 @@ def _refuse_units(settings: RunSettings, model: str | None) -> None:
     from iobs.models.factory import is_built_by_code
 
     pattern, by_code = settings.options.pattern, is_built_by_code(model or "")
-    if not isinstance(pattern, Structured):
-        return
-    if pattern.uniform is False and not by_code:
-        raise typer.BadParameter(
-            "uniform=false gives every layer a width of its own, which the configuration in a model directory cannot "
-            "say; use iobs.prune in Python, and export the narrower model",
-            param_hint="--pattern",
-        )
-    if pattern.whole and by_code:
+    if isinstance(pattern, Structured) and pattern.whole and by_code:
         raise typer.BadParameter(
             "removes whole blocks or experts, and the code of this network builds all of them; use iobs.prune in "
             "Python, and save the narrower network with torch.save(model, file) or export it",
             param_hint="--units",
         )
+
+
+def _with_unequal_widths(loaded: LoadedModel) -> LoadedModel:
+    """A model of transformers that is written in the layout nemotron-nas, which has widths for each layer.
+
+    Raises:
+        typer.BadParameter: the layout cannot hold the model.
+    """
+    from iobs.errors import ModelError
+    from iobs.exports.source import ExportSource
+    from iobs.exports.to_nemotron_nas import require_nemotron_nas, write_nemotron_nas
+    from iobs.models.sixteen_bits import stored_as_half
+
+    try:
+        require_nemotron_nas(ExportSource(loaded))
+    except ModelError as error:
+        raise typer.BadParameter(
+            "uniform=false gives every layer a width of its own, for which a model directory has the layout "
+            f"nemotron-nas alone: {error} Or use iobs.prune and iobs.export in Python.",
+            param_hint="--pattern",
+        ) from error
+
+    def write(model: LoadedModel, directory: Path) -> None:
+        with stored_as_half(model.module):
+            added = sum(matrix.added for matrix in write_nemotron_nas(ExportSource(model), directory))
+        if added:
+            console.say(f"{added:,} zeros fill layers up to widths that nemotron-nas has (heads, 256 neurons).")
+
+    return replace(loaded, writer=write)
 
 
 def _refuse_whole(settings: RunSettings, calibration: CalibrationOptions, loading: options.Loading) -> None:
@@ -306,6 +327,7 @@ def _prune_resident(
     from iobs.core.structured import Structured
     from iobs.errors import DataError
     from iobs.models import check_output, output_directory, size_in_bytes
+    from iobs.models.factory import is_built_by_code
     from iobs.pruning.cost.foresight import foresee
     from iobs.pruning.driver import requested
     from iobs.pruning.runtime.ranks import current
@@ -315,10 +337,13 @@ def _prune_resident(
     output, checkpoint = place.output, place.checkpoint
     device = checked_device(loading.device)
     loaded = load_model(model, run_options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
-    if not isinstance(run_options.pattern, Structured):  # units are found by a forward pass, and their names in the run
+    pattern = run_options.pattern
+    if isinstance(pattern, Structured) and pattern.uniform is False and not is_built_by_code(model or ""):
+        loaded = _with_unequal_widths(loaded)
+    if not isinstance(pattern, Structured):  # units are found by a forward pass, and their names in the run
         selection = Store(loaded.module).select(run_options.include, run_options.ignore, settings.recipe.depthwise)
         selection, request = requested(
-            settings.recipe, run_options.pattern, selection, run_options.holdout, run_options.seed, checkpoint
+            settings.recipe, pattern, selection, run_options.holdout, run_options.seed, checkpoint
         )
     store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn

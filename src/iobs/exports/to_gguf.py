@@ -30,7 +30,7 @@ from iobs.models import Tokenizer
 FILE = "model.gguf"
 _BLOCK = 32
 # Name of the architecture in llama.cpp, by the model_type of transformers.
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "nemotron-nas": "llama"}
 _UNEQUAL = "deci"  # the architecture of layers of several widths
 _PAIRED = ("llama", _UNEQUAL)  # architectures that rotate neighbouring pairs of columns
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}

@@ -23,7 +23,7 @@ from iobs.errors import ModelError
 from iobs.exports.llama_like import LayerWidths, head_width, require_llama_like, widths_of_layers
 from iobs.exports.source import ExportSource, Foreign, Written
 
-_KINDS = ("llama", "mistral", "qwen2")
+_KINDS = ("llama", "mistral", "qwen2", "nemotron-nas")
 _CODE = Path(__file__).parents[1] / "models" / "modeling_decilm.py"
 _NEURONS = 256  # widths of MLPs are multiples of it
 _ATTENTION = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # axis of the heads, by name of the layer
@@ -86,12 +86,10 @@ def write_nemotron_nas(source: ExportSource, directory: Path) -> list[Written]:
     """
     from huggingface_hub import save_torch_state_dict
 
-    config = require_llama_like(source, "nemotron-nas", _KINDS, ("default", "llama3"))
-    blocks = _blocks(config, widths_of_layers(source.module, config))
+    config, blocks = require_nemotron_nas(source)
     state = {name: value.detach().cpu() for name, value in source.module.state_dict().items()}
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    _require_names(state)
     dtype = _dtype(state, source.bits)
     filled = {name: _filled(name, value.to(dtype), blocks) for name, value in state.items()}
     biases = _with_missing_biases(filled)
@@ -105,6 +103,19 @@ def write_nemotron_nas(source: ExportSource, directory: Path) -> list[Written]:
         record = matrix.written(form, matrix.weight.to(dtype))
         written.append(replace(record, added=filled[matrix.name].numel() - record.entries))
     return written
+
+
+def require_nemotron_nas(source: ExportSource) -> tuple[Foreign, list[_Block]]:
+    """The configuration of a model, and its layers in the layout.
+
+    Raises:
+        ModelError: the layout has no form for this model.
+    """
+    config = require_llama_like(source, "nemotron-nas", _KINDS, ("default", "llama3"))
+    blocks = _blocks(config, widths_of_layers(source.module, config))
+    for name in source.module.state_dict():
+        _require_place(name)
+    return config, blocks
 
 
 def _blocks(config: Foreign, widths: Sequence[LayerWidths]) -> list[_Block]:
@@ -142,25 +153,27 @@ def _group(number: int, layer: LayerWidths, heads: int) -> int:
     )
 
 
-def _require_names(state: Mapping[str, Tensor]) -> None:
-    """Raise unless the layout has a place for every weight.
+def _require_place(name: str) -> None:
+    """Raise unless the layout has a place for a weight.
 
     Raises:
-        ModelError: it has none for one.
+        ModelError: it has none.
     """
-    for name in state:
-        *path, layer, kind = name.split(".")
-        inside = path[:2] == ["model", "layers"] and (
-            (layer in _ATTENTION and path[3:] == ["self_attn"])
-            or (layer in _MLP and path[3:] == ["mlp"])
-            or (layer in _NORMS and kind == "weight")
-        )
-        if not inside and name not in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
-            raise ModelError(f"nemotron-nas has no place for the weight {name!r}; try onnx.")
+    *path, layer, kind = name.split(".")
+    inside = path[:2] == ["model", "layers"] and (
+        (layer in _ATTENTION and path[3:] == ["self_attn"])
+        or (layer in _MLP and path[3:] == ["mlp"])
+        or (layer in _NORMS and kind == "weight")
+    )
+    if not inside and name not in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        raise ModelError(f"nemotron-nas has no place for the weight {name!r}; try onnx.")
 
 
 def _dtype(state: Mapping[str, Tensor], bits: int | None) -> torch.dtype:
-    """The dtype of all weights: 16 bits if they hold all weights exactly, or if that is asked."""
+    """The dtype of all weights: 16 bits if matrices have them, if they hold all exactly, or if that is asked."""
+    own = state["model.embed_tokens.weight"].dtype
+    if bits is None and own.itemsize == 2:
+        return own
     for dtype in (torch.bfloat16, torch.float16) if bits != 32 else ():
         if all(torch.equal(value.to(dtype).to(value.dtype), value) for value in state.values()):
             return dtype

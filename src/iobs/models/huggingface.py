@@ -22,6 +22,7 @@ from torch import nn
 from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
+from iobs.models.nemotron_nas import know_nemotron_nas
 from iobs.models.output import REPORTS, copy_companions
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.vision_shim import ensure_torchvision
@@ -81,6 +82,8 @@ def load_pretrained(
         _LOG.warning("There is no directory %s here; looking for it on the Hugging Face hub.", source)
     with _quiet(transformers):
         try:
+            if not trust_remote_code:
+                know_nemotron_nas(Path(source))
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             chosen = _model_class(transformers, config, trust_remote_code)
             if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
@@ -273,6 +276,8 @@ def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remot
         chosen = getattr(transformers, name, None)
         if isinstance(chosen, type) and issubclass(chosen, transformers.PreTrainedModel):
             return chosen
+        if type(config) in transformers.AutoModelForCausalLM._model_mapping and name == "DeciLMForCausalLM":
+            return transformers.AutoModelForCausalLM  # from `know_nemotron_nas`
         with_code = "it comes with code of its own, which --trust-remote-code runs"
         cure = with_code if getattr(config, "auto_map", None) else "update it"
         raise ModelError(f"transformers {transformers.__version__} has no model class {name!r}; {cure}.")

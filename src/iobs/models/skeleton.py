@@ -13,6 +13,7 @@ from iobs.core.files import expanded, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.huggingface import context_of, has_tokenizer, load_tokenizer
 from iobs.models.loaded import LoadedModel, unwritable
+from iobs.models.nemotron_nas import know_nemotron_nas
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_entries
 from iobs.pruning.calibration.blocks import Block
@@ -39,6 +40,7 @@ def skeleton(path: Path) -> nn.Module:
     import transformers
 
     try:
+        know_nemotron_nas(path)
         config = transformers.AutoConfig.from_pretrained(path)
         with giving_memory_back(), _parameters_on_meta():
             factory: Any = transformers.AutoModelForCausalLM
