@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from rows import Row, Rows, stamp
 
-from iobs.pruning.runtime.memory import MemoryWatch, resident
+from iobs.core.memory import resident
+from iobs.pruning.runtime.memory import MemoryWatch
 
 SHAPES = ["4096x4096", "11008x4096", "4096x11008"]
 SOLVERS = {

@@ -30,6 +30,7 @@ import torch
 from scale_report import record
 
 import iobs
+from iobs.core.memory import resident
 from iobs.models.streamed import BlockWriter, StreamedModel
 from iobs.models.streamed_store import StreamedStore
 from iobs.models.weights import Entry, ShardWriter
@@ -41,7 +42,7 @@ from iobs.pruning.plan.curves import CurveSweep
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import with_settings
 from iobs.pruning.reconstruction.fits import Fits
-from iobs.pruning.runtime.memory import MemoryWatch, resident
+from iobs.pruning.runtime.memory import MemoryWatch
 
 
 @dataclass(frozen=True)

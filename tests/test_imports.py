@@ -21,3 +21,14 @@ def test_help_of_the_command_line_imports_no_torch():
 def test_rooms_that_pages_name_need_no_import_of_their_own():
     found = run("import iobs; print(iobs.solvers.solve_many.__name__, iobs.models.load.__name__)")
     assert found.stdout.split() == ["solve_many", "load"], found.stderr
+
+
+def test_a_table_is_explained_without_torch(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("a,b,y\n" + "".join(f"{j},{j % 3},{2 * j + j % 2}\n" for j in range(12)))
+    code = (
+        "import sys; sys.argv = ['iobs', 'solve', sys.argv[1], '-k', '1', '--quiet']\nfrom iobs.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'pandas' in sys.modules)"
+    )
+    found = run(code, file)
+    assert found.stdout.rstrip().endswith("False False"), found.stdout + found.stderr

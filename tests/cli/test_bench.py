@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from iobs import models
 from iobs.cli import app, benching
 from iobs.cli.benching import Repetition, Timing, Workload, fastest_threads, repetition
+from iobs.core import memory
 from iobs.errors import ModelError
 from iobs.inference import StoredLinear, cpu
 from iobs.inference.decoder import Decoder
 from iobs.inference.storing import bytes_held, replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.packed import open_packed
-from iobs.pruning.runtime import memory
 from iobs.report.running import RunningRow, running_figure, running_line, running_notes, running_table
 
 ROWS = [

@@ -36,8 +36,8 @@ def test_watch_counts_layers_and_steps(monkeypatch):
 
 def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("iobs.pruning.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("iobs.pruning.progress._memory", lambda peak: (512_000_000, 2_100_000_000))
+    monkeypatch.setattr("iobs.core.steps.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("iobs.core.steps._memory", lambda peak: (512_000_000, 2_100_000_000))
     with ConsoleSteps("work") as steps:
         for clock[0], done in ((1.0, 1), (20.0, 5), (21.0, 6)):
             steps.update(done, 10)
@@ -102,7 +102,7 @@ def test_messages_are_printed_above_the_bar(monkeypatch):
 def test_progress_is_shown_on_the_first_rank_only(monkeypatch, rank):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(distributed, "current", lambda: distributed.Ranks(rank, 2))
-    monkeypatch.setattr("iobs.pruning.progress._PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr("iobs.core.steps._PLAIN_INTERVAL", 0.0)
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
         with ConsoleSteps("work") as steps:

@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 
 import iobs
-from iobs.pruning import progress
-from iobs.pruning.progress import ProgressBar, Steps
+from iobs.core import steps as progress
+from iobs.core.steps import Steps
+from iobs.pruning.progress import ProgressBar
 
 
 class Everything(iobs.Callback):

@@ -9,10 +9,10 @@ import pytest
 from sample_reports import SCORES, make_finetuned, make_report, pictures, shown, words
 
 from iobs import report
+from iobs.core.formats import without_folders
 from iobs.errors import OutputError
 from iobs.pruning.report import Sample
 from iobs.report import plots, tables
-from iobs.report.formats import without_folders
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def bench(
         iobs bench OUT.packed --tokens 64 --plot speed.svg --json  # a packed model, with a figure
     """
     from iobs.cli.benching import Workload, measure_forms
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import checked_precision
-    from iobs.cli.progress import ConsoleSteps
     from iobs.inference.choices import PRECISIONS
     from iobs.report.running import running_figure, running_line, running_notes, running_table
 
@@ -93,7 +93,7 @@ def bench(
 
 def _show_beside(workload: Workload, beside: str, runtime: str | None, as_json: bool) -> None:
     from iobs.cli.benching import measure_beside, runtimes_of
-    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.console import ConsoleSteps
     from iobs.report.running import beside_table
 
     runtimes = runtimes_of(runtime)

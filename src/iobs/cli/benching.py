@@ -112,8 +112,8 @@ def _have_room(dense: Path) -> bool:
     import torch
 
     from iobs.core.files import weight_files
+    from iobs.core.memory import available
     from iobs.models.weights import read_entries
-    from iobs.pruning.runtime.memory import available
 
     files = weight_files(dense) if dense.is_dir() else []
     entries = [entry for file in files for entry in read_entries(file)[0].values()]

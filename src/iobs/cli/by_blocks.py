@@ -203,7 +203,7 @@ def show_peak(peaks: Mapping[str, int], show: Callable[[str], None]) -> None:
 
 def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str], None]) -> None:
     """Show the predicted time of a run, and of its phases."""
-    from iobs.pruning.progress import in_words
+    from iobs.core.steps import in_words
 
     show(f"Predicted time: {in_words(seconds)}")
     for name, part in phases.items():

@@ -171,7 +171,8 @@ def _prune(
     Returns:
         Seconds and the real sparsity.
     """
-    from iobs.cli.progress import ConsoleSteps, Watch
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.progress import Watch
     from iobs.pruning import prune
 
     started = time.perf_counter()
@@ -218,7 +219,7 @@ def _claim(output: Path, overwrite: bool) -> None:
 
 def _keep(trials: list[MethodTrial], dense: float, output: Path | None) -> None:
     """Write the results so far; where that fails, the work goes on, and the table is still shown."""
-    from iobs.report.formats import to_json
+    from iobs.core.formats import to_json
 
     if output is None:
         return

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from iobs.core.steps import Steps
 from iobs.errors import IOBSError, UnusableOutputError, first_line, is_out_of_memory
 
 # Width of output to a file or pipe: names are not cut, so they can be searched.
@@ -105,9 +106,15 @@ def shows_progress() -> bool:
 
 
 def _is_first() -> bool:
-    from iobs.pruning.runtime.ranks import current
+    ranks = sys.modules.get("iobs.pruning.runtime.ranks")  # not loaded: this is the only process
+    return ranks is None or bool(ranks.current().first)
 
-    return current().first
+
+class ConsoleSteps(Steps):
+    """Progress on the commands' console, shown by the first of several ranks only."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description, error_console(), shows_progress())
 
 
 def say(text: str) -> None:
@@ -124,7 +131,7 @@ def warn(text: str) -> None:
 
 def print_json(value: object) -> None:
     """Print the result of a command as JSON to stdout."""
-    from iobs.report.formats import to_json
+    from iobs.core.formats import to_json
 
     (_results.get() or sys.stdout).write(to_json(value) + "\n")
 

@@ -47,7 +47,7 @@ def demo(
         iobs demo --sparsity 70% -o demo70  # with more zeros
     """
     from iobs import models
-    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.run_file import RunOptions, RunSettings
     from iobs.cli.running import write_results
     from iobs.core.patterns import Unstructured, share
@@ -121,7 +121,8 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, recipes: 
     Returns:
         The report of the last recipe, with the scores of all.
     """
-    from iobs.cli.progress import ConsoleSteps, Watch
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.progress import Watch
     from iobs.cli.running import open_evaluation, score, shown_command
     from iobs.evaluate import BeforeAfter
     from iobs.pruning import prune
@@ -187,7 +188,7 @@ def _prove(output: Path, original: LoadedModel, report: Report) -> None:
         AuditError: a zero or the score was lost on the way.
     """
     from iobs import models
-    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.console import ConsoleSteps
     from iobs.data import open_source
     from iobs.errors import AuditError
     from iobs.evaluate import evaluate

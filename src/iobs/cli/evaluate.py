@@ -41,8 +41,8 @@ def evaluate(
         iobs evaluate OUT --data text.txt  # perplexity on your own text
         iobs evaluate OUT --tasks arc_easy,hellaswag  # tasks of lm-eval
     """
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import load_to_run
-    from iobs.cli.progress import ConsoleSteps
     from iobs.data import open_source, read_questions
     from iobs.evaluate import answer, check_tasks, evaluate_tasks
     from iobs.evaluate import evaluate as score

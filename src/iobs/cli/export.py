@@ -48,8 +48,8 @@ def export(
     """
     from torch import zeros
 
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import load_model
-    from iobs.cli.progress import ConsoleSteps
     from iobs.exports import TARGETS, export, require_packages
     from iobs.models import beside, names_to_replace
     from iobs.models.output import holds

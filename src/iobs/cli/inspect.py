@@ -42,11 +42,11 @@ def inspect(
     """
     from rich.text import Text
 
+    from iobs.core.formats import percent
     from iobs.errors import ModelError
     from iobs.models.bitmasks import unpacked
     from iobs.models.packed import is_packed
     from iobs.report import audit_table
-    from iobs.report.formats import percent
 
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")

@@ -37,7 +37,7 @@ def pack(
         iobs pack OUT --precision int8  # rounded, for iobs run and iobs evaluate as it is
         iobs pack --unpack OUT.packed -o DENSE  # ordinary files again
     """
-    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.console import ConsoleSteps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
     from iobs.models.bitmasks import unpack, unpacked_bytes

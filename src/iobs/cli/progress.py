@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from iobs.cli.console import error_console, say, shows_progress
-from iobs.pruning.progress import ProgressBar, Steps
+from iobs.cli.console import ConsoleSteps, say
+from iobs.core.formats import duration, percent, significant
+from iobs.pruning.progress import ProgressBar
 from iobs.pruning.report import RoundRecord
-from iobs.report.formats import duration, percent, significant
 from iobs.report.tables import round_name
-
-
-class ConsoleSteps(Steps):
-    """Progress on the commands' console, shown by the first of several ranks only."""
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description, error_console(), shows_progress())
 
 
 class Watch(ProgressBar):

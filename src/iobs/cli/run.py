@@ -39,8 +39,8 @@ def run(
     """
     import torch
 
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import checked_precision, load_to_run, use_threads
-    from iobs.cli.progress import ConsoleSteps
     from iobs.errors import ModelError
     from iobs.inference import accelerate
     from iobs.inference.choices import PRECISIONS

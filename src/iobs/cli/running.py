@@ -18,7 +18,8 @@ import typer
 
 import iobs
 from iobs.cli import console
-from iobs.cli.progress import ConsoleSteps, Watch
+from iobs.cli.console import ConsoleSteps
+from iobs.cli.progress import Watch
 from iobs.cli.run_file import RunSettings
 from iobs.core.files import expanded
 from iobs.data import Source, TextSource, open_source

@@ -247,7 +247,7 @@ def write(file: Path, model: JSONObject) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    from iobs.report.formats import to_json
+    from iobs.core.formats import to_json
 
     with whole_file(file) as written:
         written.write_text(to_json(model) + "\n", encoding="utf8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iobs.cli import console
-from iobs.report.formats import significant
+from iobs.core.formats import significant
 
 if TYPE_CHECKING:
     from iobs.cli.solution import JSONObject, SolveResult

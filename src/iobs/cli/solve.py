@@ -53,7 +53,7 @@ def solve(
         iobs solve houses.csv --target price --interactions strong  # with products of two columns
     """
     from iobs.cli import solution, solution_tables
-    from iobs.cli.progress import ConsoleSteps
+    from iobs.cli.console import ConsoleSteps
     from iobs.cli.solve_inputs import read_regression
     from iobs.data.tables import read_table
     from iobs.errors import DataError

@@ -1,1 +1,1 @@
-"""Tensor mathematics without models or data: quadratics, sparsity patterns and linear algebra."""
+"""Tensor mathematics without models or data: quadratics, patterns, linear algebra; files, words, progress, memory."""

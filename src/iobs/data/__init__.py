@@ -1,17 +1,26 @@
-"""Calibration and evaluation data: text, images, arrays, or batches from a function of the user."""
+"""Calibration and evaluation data: text, images, arrays, or batches from a function of the user.
 
-from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions
-from iobs.data.sources import (
-    ArraySource,
-    Batch,
-    BatchSource,
-    Source,
-    TextSource,
-    array_batches,
-    calibration_batches,
-    open_source,
-)
-from iobs.data.text import CORPORA, Part, calibration_windows, embedded_text, read_documents, token_windows
+Names are imported on first use: reading a table loads neither torch nor models.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions
+    from iobs.data.sources import (
+        ArraySource,
+        Batch,
+        BatchSource,
+        Source,
+        TextSource,
+        array_batches,
+        calibration_batches,
+        open_source,
+    )
+    from iobs.data.text import CORPORA, Part, calibration_windows, embedded_text, read_documents, token_windows
 
 __all__ = [
     "CORPORA",
@@ -34,3 +43,15 @@ __all__ = [
     "read_questions",
     "token_windows",
 ]
+
+_HOMES = {
+    "iobs.data.questions": ("Question", "Questions", "made_questions", "prompt", "read_questions"),
+    "iobs.data.text": ("CORPORA", "Part", "calibration_windows", "embedded_text", "read_documents", "token_windows"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'iobs.data' has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "iobs.data.sources")
+    return getattr(_import_module(home), name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from iobs.core.memory import available
 from iobs.core.patterns import Pattern
 from iobs.errors import ProblemError
 from iobs.models.output import check_output, output_of_ranks
@@ -27,7 +28,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection, require_finite
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import AuditRow
-from iobs.pruning.runtime.memory import available, giving_memory_back
+from iobs.pruning.runtime.memory import giving_memory_back
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, require_all_accepted
 from iobs.pruning.store import Names

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from iobs.core.quadratic import Quadratic
 from iobs.errors import NonFiniteError, ProblemError, is_a
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.methods.best_known import BestKnown
 from iobs.optimize.methods.registry import METHODS
@@ -26,6 +26,9 @@ from iobs.optimize.refit.newton import Fit
 from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.saddles import NO_MINIMUM, lower_point
+
+if TYPE_CHECKING:
+    from iobs.core.quadratic import Quadratic
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ def minimize(
             coefficients per feature.
         NonFiniteError: NaN or infinity in the start, or in f or its gradient at zero.
     """
-    if isinstance(objective, Quadratic):
-        objective = QuadraticObjective.of(objective)
+    objective = as_objective(objective)
     if isinstance(objective, Tabled):
         raise ProblemError(
             f"iobs.minimize would count every coefficient of {type(objective).__name__}, which has several for a "

@@ -9,11 +9,11 @@ import csv
 from io import StringIO
 from pathlib import Path
 
+from iobs.core.formats import from_json, paths_without_folders, to_json
 from iobs.errors import DataError
 from iobs.pruning.report import RENDERERS, Report
 from iobs.pruning.structured_report import StructuredReport
 from iobs.report.card import render_card
-from iobs.report.formats import from_json, paths_without_folders, to_json
 from iobs.report.page import render_page, render_summary
 from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines, widths_table
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from iobs.core.formats import percent, without_folders
 from iobs.core.wording import plural
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.formats import percent, without_folders
 from iobs.report.tables import score_cells, score_names
 
 

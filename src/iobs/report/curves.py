@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from iobs.report.formats import duration, higher_is_better, score
+from iobs.core.formats import duration, higher_is_better, score
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, drawn, figure_of, logarithmic
 
 if TYPE_CHECKING:

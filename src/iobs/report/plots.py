@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from iobs.core.formats import best_name, higher_is_better, score
 from iobs.pruning.report import Report
-from iobs.report.formats import best_name, higher_is_better, score
 from iobs.report.tables import mean_error, round_name
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from iobs.core.formats import best_name, duration, percent, score, significant, size
 from iobs.core.wording import plural
 from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.formats import best_name, duration, percent, score, significant, size
 
 # Entries among the scores that are counts, not metrics.
 COUNTS = ("tokens", "samples")

@@ -11,15 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import iobs
+from iobs.core.memory import available
+from iobs.core.steps import _memory
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.progress import _memory
 from iobs.pruning.runtime import memory
-from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, available, left, mapped_bytes, reusing_memory
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, left, mapped_bytes, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
 import torch
-from iobs.pruning.runtime.memory import resident, reusing_memory
+from iobs.core.memory import resident
+from iobs.pruning.runtime.memory import reusing_memory
 with reusing_memory():
     tensor = torch.ones(16 << 20)
     filled = resident()
@@ -38,7 +40,8 @@ def nothing_left():
 # process that has done nothing but load the library, which takes seconds.
 MEASURED = """
 import os, sys, torch
-from iobs.pruning.runtime.memory import giving_memory_back, resident, reusing_memory
+from iobs.core.memory import resident
+from iobs.pruning.runtime.memory import giving_memory_back, reusing_memory
 
 def left():
     before = resident()

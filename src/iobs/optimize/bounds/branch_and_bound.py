@@ -25,22 +25,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
 from iobs.optimize.bounds.components import screened
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Indices
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.search import auto
+
+if TYPE_CHECKING:
+    from iobs.core.quadratic import Quadratic
 
 _FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
@@ -145,8 +148,7 @@ def certify(
     """
     if not (gap >= 0 and seconds >= 0 and max_nodes >= 0):
         raise ProblemError(f"gap, seconds and max_nodes must not be negative, got {gap}, {seconds} and {max_nodes}.")
-    if isinstance(objective, Quadratic):
-        objective = QuadraticObjective.of(objective)
+    objective = as_objective(objective)
     if not objective.quadratic:
         raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
     if not isinstance(objective, LeastSquares):

@@ -16,20 +16,22 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from scipy.linalg import eigh
 
-from iobs.core.quadratic import Quadratic
 from iobs.errors import ProblemError
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem, require_storable
 from iobs.optimize.refit.newton import Fit, inverse_block, refit
 from iobs.optimize.search import auto
+
+if TYPE_CHECKING:
+    from iobs.core.quadratic import Quadratic
 
 _MOST_OPEN = 2_000_000  # most open nodes
 _EQUAL = 1e-9  # losses that differ by less, relative to the best, count as equal
@@ -213,8 +215,7 @@ def rashomon_set(
             of range.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
-    if isinstance(objective, Quadratic):
-        objective = QuadraticObjective.of(objective)
+    objective = as_objective(objective)
     if not objective.quadratic:
         raise ProblemError("The Rashomon set needs a quadratic objective, such as LeastSquares; others have no bounds.")
     if not (gap >= 0 and np.isfinite(gap)) or not seconds >= 0 or max_members < 1:

@@ -8,17 +8,33 @@ Optimal Brain Damage, and the empirical Fisher matrix is WoodFisher.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.linalg.lapack import dposv
 
-from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 
+if TYPE_CHECKING:
+    from iobs.core.quadratic import Quadratic
+
 NO_INDICES = np.zeros(0, np.int64)
+
+
+def as_objective(objective: Objective | Quadratic) -> Objective:
+    """An `iobs.Quadratic` of one row as an objective; other values unchanged.
+
+    Raises:
+        ProblemError, NotPositiveDefiniteError: as `QuadraticObjective.of`.
+    """
+    home = sys.modules.get("iobs.core.quadratic")  # it loads torch; before that nothing is a Quadratic
+    if home is not None and isinstance(objective, home.Quadratic):
+        return QuadraticObjective.of(objective)
+    return objective
 
 
 class QuadraticObjective(Objective):

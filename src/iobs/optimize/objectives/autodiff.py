@@ -6,8 +6,8 @@ from collections.abc import Callable
 from numbers import Integral
 
 import numpy as np
-import torch
 
+from iobs.core.late_torch import is_tensor, torch
 from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
@@ -30,7 +30,7 @@ class TorchObjective(Objective):
 
     def _evaluate(self, theta: torch.Tensor) -> torch.Tensor:
         result = self.function(theta)
-        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+        if not is_tensor(result) or result.numel() != 1:
             raise ProblemError(
                 "The function given to from_torch must return one number as a tensor; end it with .sum()."
             )
@@ -85,7 +85,7 @@ class TorchObjective(Objective):
 
 
 def from_torch(
-    function: Callable[[torch.Tensor], torch.Tensor], d: int, *, dtype: torch.dtype = torch.float64
+    function: Callable[[torch.Tensor], torch.Tensor], d: int, *, dtype: torch.dtype | None = None
 ) -> TorchObjective:
     """Make an objective of a twice differentiable function of d variables.
 
@@ -93,12 +93,12 @@ def from_torch(
         function: takes a (d,) tensor of `dtype` on the CPU and returns a scalar tensor by differentiable operations. It
             may move its argument to another device.
         d: number of variables.
-        dtype: dtype of the function's argument.
+        dtype: dtype of the function's argument; float64 by default.
 
     Raises:
         ProblemError: d < 1, or (at its first evaluation) the function does not return one number.
     """
-    return TorchObjective(function, d, dtype)
+    return TorchObjective(function, d, dtype or torch.float64)
 
 
 def _derivative(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 
+from iobs.core.late_torch import is_tensor, torch
 from iobs.errors import NonFiniteError
 from iobs.optimize.objectives.design import (
     BLOCK_ELEMENTS,
@@ -75,15 +75,19 @@ def column_means(design: Design, weights: Array, total: float) -> Array:
     return mean
 
 
+def _is_double(design: DenseDesign | TorchDesign) -> bool:
+    return design.matrix.dtype == (torch.float64 if isinstance(design, TorchDesign) else np.float64)
+
+
 def _column_sums(design: Design, weights: Array) -> Array:
     """X^T w in float64: with many rows, a float32 sum loses the mean of a column far from zero."""
-    if not isinstance(design, (DenseDesign, TorchDesign)) or design.matrix.dtype in (np.float64, torch.float64):
+    if not isinstance(design, (DenseDesign, TorchDesign)) or _is_double(design):
         return design.rmatvec(weights)
     total = np.zeros(design.shape[1])
     rows = max(1, BLOCK_ELEMENTS // max(1, design.shape[1]))
     for start in range(0, design.shape[0], rows):
         block = design.matrix[start : start + rows]
-        wide = TorchDesign(block.double()) if isinstance(block, torch.Tensor) else DenseDesign(double(block))
+        wide = TorchDesign(block.double()) if is_tensor(block) else DenseDesign(double(block))
         total += wide.rmatvec(weights[start : start + rows])
     return total
 

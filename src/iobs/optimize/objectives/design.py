@@ -14,17 +14,17 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
-import torch
 from threadpoolctl import ThreadpoolController
 
+from iobs.core.late_torch import is_tensor, torch
 from iobs.errors import NonFiniteError, ProblemError
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.int64]
 Booleans: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float32 | np.float64]
-VectorLike: TypeAlias = npt.ArrayLike | torch.Tensor
-MatrixLike: TypeAlias = npt.ArrayLike | torch.Tensor | sp.sparray | sp.spmatrix
+VectorLike: TypeAlias = "npt.ArrayLike | torch.Tensor"
+MatrixLike: TypeAlias = "npt.ArrayLike | torch.Tensor | sp.sparray | sp.spmatrix"
 
 BLOCK_ELEMENTS = 1 << 22  # number of entries of a temporary block
 _ONE_THREAD = 4_000_000  # most entries of a design for which linear algebra uses a single thread
@@ -300,9 +300,9 @@ def _wrap(matrix: MatrixLike | Design) -> Design:
         return DenseDesign(matrix)  # the most frequent case; the checks below take longer than a small fit's algebra
     if isinstance(matrix, (DenseDesign, SparseDesign, TorchDesign, CentredDesign)):
         return matrix
-    if isinstance(matrix, torch.Tensor | sp.sparray | sp.spmatrix):
+    if is_tensor(matrix) or isinstance(matrix, sp.sparray | sp.spmatrix):
         _require_real(matrix.dtype, "design matrix")
-    if isinstance(matrix, torch.Tensor):
+    if is_tensor(matrix):
         if matrix.ndim != 2:
             raise ProblemError(f"The design matrix must be two-dimensional, got shape {tuple(matrix.shape)}.")
         return TorchDesign(matrix.detach() if matrix.is_floating_point() else matrix.detach().double())
@@ -343,7 +343,7 @@ def as_vector(values: VectorLike, name: str, length: int | None = None) -> Array
         ProblemError: wrong shape, or not numeric.
         NonFiniteError: NaN or infinity in the vector.
     """
-    if type(values) is not np.ndarray and isinstance(values, torch.Tensor):
+    if type(values) is not np.ndarray and is_tensor(values):
         values = values.detach().cpu().numpy()
     _require_real(getattr(values, "dtype", None), name)
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.grids import grid_of
+from iobs.core.memory import available
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import NonFiniteError, PatternError, ProblemError
 from iobs.pruning.audit import check_together, counted
@@ -18,7 +19,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import global_sparsity, total_kept
 from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, NetworkSolver, Rounds, WoodFisher
 from iobs.pruning.report import AuditRow, RoundRecord
-from iobs.pruning.runtime.memory import available, free_on
+from iobs.pruning.runtime.memory import free_on
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch

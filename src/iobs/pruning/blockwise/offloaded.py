@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.files import expanded
+from iobs.core.memory import available
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line
 from iobs.pruning.blockwise.memory_blocks import MemoryBlocks, parts_of
@@ -25,7 +26,6 @@ from iobs.pruning.network.modes import evaluating, state
 from iobs.pruning.network.selection import Selection, unobserved
 from iobs.pruning.network.usable import require_usable
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import available
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import scratch_folder
 from iobs.pruning.samples import batches as data_batches

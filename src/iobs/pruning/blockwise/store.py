@@ -17,6 +17,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from iobs.core.memory import available
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
@@ -30,7 +31,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import available, free_on, left
+from iobs.pruning.runtime.memory import free_on, left
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch, size

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from iobs.core.files import expanded
+from iobs.core.memory import resident
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
@@ -23,7 +24,7 @@ from iobs.pruning.network.modes import state
 from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import mapped_bytes, resident
+from iobs.pruning.runtime.memory import mapped_bytes
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches

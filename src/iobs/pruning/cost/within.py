@@ -11,12 +11,12 @@ from numbers import Real
 
 from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
+from iobs.core.steps import in_words
 from iobs.core.structured import Structured
 from iobs.errors import ProblemError, is_a, shown
 from iobs.pruning.cost.inputs import SAMPLING_EPOCHS
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.plan.counts import under_pattern
-from iobs.pruning.progress import in_words
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.parts import MOST_EPOCHS
 
