@@ -24,7 +24,6 @@ def write(request, tmp_path, monkeypatch):
     """A function that writes bytes or text as a table, which is read with pandas and without."""
     if request.param == "pandas":
         pytest.importorskip("pandas")
-        monkeypatch.setattr(table_files, "_SMALL", 0)
     else:
         monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
 

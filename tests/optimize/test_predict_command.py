@@ -80,7 +80,7 @@ def test_new_table_that_does_not_fit_is_refused_with_all_problems(model, tmp_pat
     assert "does not know: 'Oslo'; it knows 'Berlin', 'Paris', 'Rome'" in str(raised.value)
     assert "'size' holds text such as 'abc'" in str(raised.value)
     file.write_text("town,size,rooms\nParis,,1\n")
-    with pytest.raises(NonFiniteError, match=r"'size' is missing in 1 of 1 rows .* leave out these rows"):
+    with pytest.raises(NonFiniteError, match=r"'size' is missing in 1 of 1 rows .* --missing drop or"):
         run("predict", model, file)
 
 
@@ -148,7 +148,7 @@ def test_unfinished_predictions_are_removed(failure, model, rng, tmp_path, monke
 
 def test_signs_that_stdout_lacks_are_one_error(model, rng, tmp_path, monkeypatch):
     _houses(tmp_path / "new.csv", rng, 10)
-    monkeypatch.setattr(fitted.Fitted, "predict", lambda *_: {"größe": [1.0]})
+    monkeypatch.setattr(fitted.Fitted, "predict", lambda *_, **__: {"größe": [1.0]})
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     with pytest.raises(OutputError, match="ascii has no 'ö'; write a file with -o"):
         predict(model=model, data=tmp_path / "new.csv", output=None, quiet=False, as_json=False)
@@ -191,3 +191,22 @@ def test_model_whose_parts_do_not_fit_each_other_is_refused(loss, parts, message
     plain = {"format": fitted.FORMAT, "target": "y", "loss": loss, "classes": [], "codings": [column], **parts}
     with pytest.raises(ModelError, match=message):
         fitted.Fitted.of_plain({**plain, "coefficients": [[1.0]], "constants": [0.0]})
+
+
+@pytest.mark.parametrize("loss", ["squared", "logistic"])
+def test_missing_values_of_new_rows_take_the_means_or_have_no_prediction(loss, tmp_path):
+    file, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    answers = [1.0, 2, 3, 10, 5, 6] if loss == "squared" else list("nnynyy")
+    write_table(file, ["town", "size", "y"], list("aababb"), [0, 1, 2, 3, 4, 5], answers)
+    run("solve", file, "--ridge", 0.1, "-k", 2, "-o", tmp_path / "model.json")
+    new.write_text("town,size\na,\n,2\nb,1\na,2.5\n")
+    name = "y" if loss == "squared" else "probability of y"
+    with pytest.raises(NonFiniteError, match="--missing drop or --missing mean"):
+        run("predict", tmp_path / "model.json", new)
+    dropped = json.loads(run("predict", tmp_path / "model.json", new, "--missing", "drop", "--json"))["predictions"]
+    filled = json.loads(run("predict", tmp_path / "model.json", new, "--missing", "mean", "--json"))["predictions"]
+    assert dropped[name][:2] == [None, None]
+    assert dropped[name][2:] == filled[name][2:]
+    assert filled[name][0] == filled[name][3]  # the mean of the sizes is 2.5
+    model = fitted.Fitted.load(tmp_path / "model.json")
+    assert model.design(new, "mean")[1].tolist() == [0.5, 2.0]  # half of the towns are b

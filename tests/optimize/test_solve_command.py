@@ -41,8 +41,8 @@ def test_solve_does_not_depend_on_the_file_format(kind, numbers, tmp_path, monke
         file = _csv(tmp_path / f"t.{kind[:3]}", X, y)
         if kind == "tsv":
             file.write_text(file.read_text().replace(",", "\t"))
-    if "without" not in kind:
-        monkeypatch.setattr(table_files, "_SMALL", 0)
+    if "without" in kind:
+        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
     model = json.loads(run("solve", file, "--target", "y" if kind == "npz" else "price", "-k", 2, "--json"))
     assert {row["name"][-1] for row in model["features"]} == {"1", "4"}
     assert model["intercept"] == pytest.approx(5, abs=0.1)
@@ -182,8 +182,8 @@ def test_solve_raises_if_classes_or_files_are_invalid(numbers, tmp_path, monkeyp
 def test_read_table_raises_if_file_exceeds_memory(pandas, numbers, tmp_path, monkeypatch):
     file = _csv(tmp_path / "t.csv", *numbers)
     needed = 80 * 7 * (table_files._BYTES if pandas else table_files._BYTES_AS_TEXT)
-    if pandas:
-        monkeypatch.setattr(table_files, "_SMALL", 0)
+    if not pandas:
+        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(table_files, "_free_memory", lambda: 0.9 * needed)
     with pytest.raises(DataError, match="GiB are free"):
         read_table(file, "price")

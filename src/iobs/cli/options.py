@@ -16,13 +16,16 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
 from iobs.cli import console
 from iobs.core.files import expanded
+
+if TYPE_CHECKING:
+    from iobs.data.encoding import Missing
 
 # Words that the shell completes. They are written out here, because completion must be quick and their own modules
 # import torch; a test compares them with the registries.
@@ -264,6 +267,17 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise typer.BadParameter(f"{text!r} does not read C,H,W", param_hint="--shape")
     return tuple(int(size) for size in sizes)
+
+
+def missing(text: str) -> Missing:
+    """The treatment of missing values that --missing names.
+
+    Raises:
+        typer.BadParameter: it names none.
+    """
+    if text not in ("error", "drop", "mean"):
+        raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
+    return cast("Missing", text)
 
 
 def unique_names(text: str) -> list[str]:

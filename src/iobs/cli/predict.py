@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from iobs.cli import console, options
 from iobs.core.files import whole_file
+
+if TYPE_CHECKING:
+    from iobs.data.fitted import Predictions
 
 
 @options.command
 def predict(
     model: Path,
     data: Path,
+    missing: str = "error",
     output: options.Output = None,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
@@ -25,18 +29,22 @@ def predict(
     Args:
         model: The model that iobs solve ... -o wrote.
         data: A table with the columns that the model uses.
+        missing: Missing values, where the model was fitted to none: error, drop (no prediction for their rows) or mean
+            (of the data that the model was fitted to).
         output: Write the predictions as .csv; without it they are printed.
 
     Examples:
         iobs predict model.json new.csv  # predict the rows of a new table
         iobs predict model.json new.csv -o predictions.csv  # write the predictions to a file
+        iobs predict model.json new.csv --missing mean  # where values are missing
         iobs predict model.json new.csv --json  # the columns of predictions, for a program
     """
     from iobs.data.fitted import Fitted
     from iobs.errors import OutputError
 
+    choice = options.missing(missing)
     console.check_files((output,), (model, model / "model.json", data))
-    predictions = Fitted.load(model).predict(data)
+    predictions = Fitted.load(model).predict(data, choice)
     if output is not None:
         with whole_file(output) as written, written.open("w", newline="", encoding="utf8") as file:
             _write(predictions, file)
@@ -50,7 +58,7 @@ def predict(
             raise OutputError(f"{error.encoding} has no {error.object[error.start]!r}; write a file with -o.") from None
 
 
-def _write(predictions: dict[str, list[str] | list[float]], file: TextIO) -> None:
+def _write(predictions: dict[str, Predictions], file: TextIO) -> None:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(predictions)
     for row in zip(*predictions.values(), strict=True):

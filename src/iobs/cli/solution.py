@@ -237,6 +237,7 @@ def _fitted(solution: SolveResult) -> JSONObject:
         problem.exposure,
         survival,
         places,
+        tuple(problem.table.X[:, [j for j in kept if j < width]].mean(axis=0).tolist()),
     )
     return model.to_plain()
 

@@ -88,11 +88,27 @@ def _chosen(solution: SolveResult) -> str:
     )
 
 
+_MEANINGS = {
+    "squared": "half the residual sum of squares",
+    "logistic": "negative log-likelihood",
+    "cox": "negative log partial likelihood",
+}
+
+
+def _loss_in_words(solution: SolveResult) -> str:
+    problem = solution.problem
+    meaning = _MEANINGS.get(problem.loss, "negative log-likelihood up to a constant")
+    return (
+        meaning + (", weighted" if problem.weights is not None else "") + (", with the ridge" if problem.ridge else "")
+    )
+
+
 def _remarks(solution: SolveResult, model: JSONObject) -> list[str]:
     lines = [_chosen(solution)]
     empty, value = model["value_without_features"], model["value"]
     share = "nothing to explain" if model["explained"] is None else f"{model['explained']:.1%} of it explained"
-    lines.append(f"loss {significant(value, 6)}, {significant(empty, 6)} without any column: {share}")
+    loss = f"loss ({_loss_in_words(solution.problem)})"
+    lines.append(f"{loss} {significant(value, 6)}, {significant(empty, 6)} without any column: {share}")
     classes = solution.problem.table.classes
     if model["loss"] == "squared":
         noise = model["noise"]

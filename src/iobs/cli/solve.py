@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -62,8 +62,7 @@ def solve(
     proofs.check(columns, limits)
     if not ridge < math.inf:
         raise typer.BadParameter("give a finite number", param_hint="--ridge")
-    if columns.missing not in ("error", "drop", "mean"):
-        raise typer.BadParameter("give error, drop or mean", param_hint="--missing")
+    missing = options.missing(columns.missing)
     if plot is not None and not plot.suffix:
         plot = plot.with_suffix(".png")
     _check_outputs(output, plot, data)
@@ -71,7 +70,7 @@ def solve(
         data,
         columns.target,
         columns.drop or [],
-        missing=cast('Literal["error", "drop", "mean"]', columns.missing),
+        missing=missing,
         categories=columns.category or [],
         aside=columns.aside,
         target_classes=loss == "logistic",
@@ -81,7 +80,7 @@ def solve(
         raise DataError(
             f"--near needs --loss squared, which has bounds that prove the list complete; got {problem.loss}."
         )
-    with ConsoleSteps("searching (the first run also compiles)") as steps:
+    with ConsoleSteps("searching") as steps:
         if selection.select == "knockoff":
             result = solution.knockoff_columns(problem, 0.1 if selection.fdr is None else selection.fdr, seed)
         else:

@@ -138,10 +138,10 @@ class _Memory:
 def _memory(peak: int) -> tuple[int, int]:
     """Bytes in use now, and their peak."""
     torch = sys.modules.get("torch")  # where it is not loaded, no GPU is used
-    used = torch is not None and torch.cuda.is_available()
-    gpus = range(torch.cuda.device_count() if used else 0)  # a thread does not know which is used
-    if there := sum(map(torch.cuda.memory_allocated, gpus)):
-        return there, sum(map(torch.cuda.max_memory_allocated, gpus))
+    if torch is not None and torch.cuda.is_available():
+        gpus = range(torch.cuda.device_count())  # a thread does not know which is used
+        if there := sum(map(torch.cuda.memory_allocated, gpus)):
+            return there, sum(map(torch.cuda.max_memory_allocated, gpus))
     present = resident()
     return present, max(peak, present)
 

@@ -86,6 +86,11 @@ class Coding:
             return [f"{self.name}={level}" for level in self.levels[1:]]
         return [self.name] if self.fill is None else [self.name, f"{self.name} is missing"]
 
+    @property
+    def takes_gaps(self) -> bool:
+        """True if missing values were part of the training data, and have columns or numbers of their own."""
+        return self.fill is not None or MISSING_LEVEL in self.levels
+
     def apply(self, values: Column, problems: Problems) -> Array:
         """The columns of the design (n, m) for new values; problems are added, and their entries are 0."""
         rows = len(values)
@@ -112,7 +117,7 @@ class Coding:
         if values.dtype.kind != "O":
             values = as_text(values)
         gone = is_missing(values)
-        if MISSING_LEVEL in self.levels:
+        if self.takes_gaps:
             values = np.where(gone, MISSING_LEVEL, values)
         else:
             _check_gaps(self.name, values, problems)
@@ -257,7 +262,7 @@ def _check_gaps(name: str, values: Column, problems: Problems, what: str = "") -
         place = f"the {what}" if what else f"column {name!r}"
         cure = f"give --missing drop{'' if what else ' or --missing mean'}"
         if problems.new:
-            cure = "leave out these rows; a model fitted with --missing mean would fill it in itself"
+            cure = "give --missing drop or --missing mean"
         rows = _rows(np.flatnonzero(gone), gone.size)
         problems.add(f"{place} is missing in {rows}; fill it in, or {cure}.", gap=True)
 

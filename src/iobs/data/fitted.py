@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.special import expit, softmax
 
-from iobs.data.encoding import Coding, Problems, encoded
+from iobs.data.encoding import Coding, Missing, Problems, encoded, is_missing
 from iobs.data.table_files import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
@@ -19,6 +19,7 @@ from iobs.optimize.objectives.families import FAMILIES
 
 _SURVIVAL = ("event_times", "cumulative_hazard")
 FORMAT = "iobs regression 1"
+Predictions: TypeAlias = "list[str | float | None]"  # None: a value of the row is missing
 LOSSES = ("squared", "logistic", *FAMILIES, "cox")
 
 
@@ -37,6 +38,7 @@ class Fitted:
         exposure: whether the logarithm of that column is added.
         survival: of Cox's model the times of events, ascending, and the cumulative hazard of a linear predictor of 0.
         products: positions in the design of `codings` of the two columns of every interaction.
+        means: of the training data, of the columns of the design of `codings`; empty in old files.
     """
 
     target: str
@@ -49,6 +51,7 @@ class Fitted:
     exposure: bool = False
     survival: tuple[Array, Array] | None = None
     products: tuple[tuple[int, int], ...] = ()
+    means: tuple[float, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """The model as plain values for JSON."""
@@ -62,6 +65,7 @@ class Fitted:
             "design": [name for coding in self.codings for name in coding.names],
             "coefficients": self.coefficients.tolist(),
             "constants": self.constants.tolist(),
+            "means": list(self.means),
             **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
             **({"products": [list(pair) for pair in self.products]} if self.products else {}),
             **({} if self.survival is None else dict(zip(_SURVIVAL, _lists(self.survival), strict=True))),
@@ -93,8 +97,9 @@ class Fitted:
             products = tuple((int(first), int(second)) for first, second in plain.get("products", []))
             steps = [np.array(plain[name], dtype=np.float64) for name in _SURVIVAL] if loss == "cox" else []
             survival = (steps[0], steps[1]) if steps else None
+            means = tuple(float(mean) for mean in plain.get("means", []))
             terms = coefficients, constants
-            model = cls(str(plain["target"]), loss, classes, codings, *terms, *offset, survival, products)
+            model = cls(str(plain["target"]), loss, classes, codings, *terms, *offset, survival, products, means)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
                 f"The model is damaged ({error!r}); write it again with iobs solve ... -o MODEL."
@@ -104,7 +109,8 @@ class Fitted:
         if any(not 0 <= place < design_width for pair in products for place in pair):
             raise ModelError("The model is damaged: a product has no columns; write it again.")
         finite = np.isfinite(coefficients).all() and np.isfinite(constants).all()
-        if coefficients.shape != (constants.size, width) or not finite or model.loss not in LOSSES:
+        fits = coefficients.shape == (constants.size, width) and len(means) in (0, design_width)
+        if not fits or not finite or model.loss not in LOSSES:
             raise ModelError("The model is damaged: its coefficients do not fit its columns; write it again.")
         if classes and len(classes) != max(2, constants.size):
             raise ModelError("The model is damaged: its coefficients do not fit its classes; write it again.")
@@ -130,12 +136,18 @@ class Fitted:
             raise ModelError(f"{file} holds no model; give the file that iobs solve ... -o wrote.")
         return cls.of_plain(plain["model"] if isinstance(plain.get("model"), dict) else plain)
 
-    def design(self, file: Path) -> Array:
+    def design(self, file: Path, missing: Missing = "error") -> Array:
         """The design matrix (n, d) of a new table; other columns are ignored, and the target may be absent.
+
+        Args:
+            file: the table.
+            missing: of values that were never missing in the training data. "error" refuses them. "drop" makes their
+                rows NaN. "mean" puts the means of the training data, of a category the shares of its levels.
 
         Raises:
             DataError: a column is absent, or holds what the model does not know; one error has all problems.
-            NonFiniteError: values are missing where the model has nothing to put in their place.
+            NonFiniteError: values are missing, and `missing` is "error".
+            ModelError: the model is of an old file without means, and `missing` is "mean".
         """
         columns = read_columns(file, [coding.name for coding in self.codings if coding.levels])
         rows = len(next(iter(columns.values())))
@@ -146,12 +158,29 @@ class Fitted:
         for name in absent:
             problems.add(f"there is no column {name!r}, which the model uses.")
         there = [coding for coding in self.codings if coding.name in columns]
+        gaps = {}
+        for coding in there if missing != "error" else []:
+            values = columns[coding.name]
+            gone = is_missing(values)
+            if gone.any() and not coding.takes_gaps:
+                gaps[coding.name] = gone
+                columns[coding.name] = np.where(gone, coding.levels[0] if coding.levels else 0.0, values)
         matrix = encoded(there, columns, problems)[0] if there else np.zeros((rows, 0))
         problems.raise_if_any()
+        if gaps and missing == "mean" and not self.means:
+            raise ModelError("The model has no means to put in place of missing values; write it again.")
+        start = 0
+        for coding in self.codings:
+            part = slice(start, start + len(coding.names))
+            start = part.stop
+            if coding.name in gaps:
+                matrix[gaps[coding.name], part] = self.means[part] if missing == "mean" else np.nan
+        for gone in gaps.values() if missing == "drop" else []:  # also where a category of one level has no column
+            matrix[gone] = np.nan
         return np.column_stack([matrix, *(matrix[:, first] * matrix[:, second] for first, second in self.products)])
 
-    def _known(self, file: Path) -> Array:
-        """The known part of the linear predictor (n,) or (1,).
+    def _known(self, file: Path, missing: Missing) -> Array:
+        """The known part of the linear predictor (n,) or (1,); NaN where it is missing and `missing` is "drop".
 
         Raises:
             DataError: the column of the offset is absent, is no column of numbers, or an exposure is not positive.
@@ -159,20 +188,36 @@ class Fitted:
         if not self.offset:
             return np.zeros(1)
         values = read_columns(file).get(self.offset)
-        if values is None or values.dtype.kind not in "fiub" or not np.isfinite(values.astype(np.float64)).all():
+        numbers = None if values is None or values.dtype.kind not in "fiub" else values.astype(np.float64)
+        if numbers is None or not (np.isfinite(numbers) | ((missing == "drop") & np.isnan(numbers))).all():
             raise DataError(f"{file} needs a column {self.offset!r} of finite numbers: the model's offset.")
-        if self.exposure and not (values > 0).all():
+        if self.exposure and (numbers <= 0).any():
             raise DataError(f"The exposure {self.offset!r} of {file} must be positive.")
-        return np.asarray(np.log(values) if self.exposure else values, dtype=np.float64)
+        return np.log(numbers) if self.exposure else numbers
 
-    def predict(self, file: Path) -> dict[str, list[str] | list[float]]:
+    def predict(self, file: Path, missing: Missing = "error") -> dict[str, Predictions]:
         """Predictions for the rows of a table: the target, and for classes the probability of each.
+
+        Args:
+            file: the table.
+            missing: as `design`; "drop" predicts None for rows with missing values.
 
         Raises:
             DataError: as `design`.
             NonFiniteError: as `design`.
+            ModelError: as `design`.
         """
-        margins = self.design(file) @ self.coefficients.T + self.constants + self._known(file)[:, None]
+        design = self.design(file, missing)
+        margins = design @ self.coefficients.T + self.constants + self._known(file, missing)[:, None]
+        lost = np.isnan(margins).any(axis=1) | np.isnan(design).any(axis=1)
+        found = self._of_margins(np.where(lost[:, None], 0.0, margins))
+        return {
+            name: [None if gone else value for value, gone in zip(values, lost.tolist(), strict=True)]
+            for name, values in found.items()
+        }
+
+    def _of_margins(self, margins: Array) -> dict[str, list[str] | list[float]]:
+        """Predictions for linear predictors (n, 1) or (n, C)."""
         if self.loss == "squared":
             return {self.target: margins[:, 0].tolist()}
         if self.survival is not None:

@@ -1,4 +1,4 @@
-"""The columns of a table on disk: CSV (a large one by pandas where it is installed), Parquet and .npz."""
+"""The columns of a table on disk: CSV (by pandas where it is installed), Parquet and .npz."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ _MISSING = (
 )
 _TRUTH = {"true": 1.0, "false": 0.0}
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
-_SMALL = 1 << 18  # bytes up to which parsing takes less time than loading pandas
 _FIELDS = 1 << 22  # entries of a piece in a wide table: pandas holds the text of a whole piece
 _FEWEST_ROWS = 1000  # of a piece: each piece has a cost per column
 
@@ -92,7 +91,7 @@ def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
     rows = _rows(file, separator)
     header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
     _refuse_doubles(file, header)
-    if file.stat().st_size > _SMALL and importlib.util.find_spec("pandas") is not None:
+    if importlib.util.find_spec("pandas") is not None:
         _check_memory(file, separator, _BYTES)
         places = {j for j, name in enumerate(header) if name in text}
         arrays = _read_frames(file, separator, len(header), places, _MISSING, _CHUNK_ROWS)

@@ -329,8 +329,13 @@ def announce_compilation(kernel: Callable[..., object]) -> bool:
     folder = Path(getattr(getattr(kernel, "stats", None), "cache_path", None) or ".")
     new = not any(folder.glob(f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}-*.nbi"))
     if new:
-        _LOG.warning("Compiling the search for this machine. It takes about 10 seconds, once per installation.")
+        _log_compilation()
     return new
+
+
+@cache
+def _log_compilation() -> None:  # a search compiles several kernels
+    _LOG.warning("Compiling the search for this machine. It takes about half a minute, once per installation.")
 
 
 @cache
