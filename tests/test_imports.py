@@ -32,3 +32,25 @@ def test_a_table_is_explained_without_torch(tmp_path):
     )
     found = run(code, file)
     assert found.stdout.rstrip().endswith("False"), found.stdout + found.stderr
+
+
+def test_wrong_paths_are_answered_before_torch_is_imported():
+    code = """
+import sys
+from iobs.cli import main
+
+for line in (
+    "prune ./none -o out", "prune none.py:f -o out", "prune --data none.txt -o out", "prune --eval-data none -o out",
+    "prune --recipe none.yaml -o out", "evaluate ./none", "compare --data none", "inspect none", "pack none",
+    "export ./none --to gguf", "run ./none text", "bench ./none", "solve none.csv", "predict none.json none.csv",
+):
+    sys.argv = ["iobs", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, line
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+    found = run(code)
+    assert found.stdout.strip() == "False False", found.stdout + found.stderr
+    assert found.stderr.count("none") == found.stderr.count("Error: ") + 1, found.stderr  # one of them is named twice

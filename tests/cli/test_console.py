@@ -66,7 +66,9 @@ def test_home_of_an_unknown_user_is_the_name_of_a_file(run, tmp_path, monkeypatc
     assert "~nobody-here/net.py does not exist" in one_error(run("prune", "~nobody-here/net.py:net", *output, code=2))
     text = one_error(run("prune", "--data", "~nobody-here.txt", *output, code=2))
     assert "~nobody-here.txt is not a file" in text
-    assert "cannot be read" in one_error(run("prune", "--recipe", "~nobody-here/recipe.yaml", *output, code=2))
+    assert "There is no recipe ~nobody-here" in one_error(
+        run("prune", "--recipe", "~nobody-here/recipe.yaml", *output, code=2)
+    )
     monkeypatch.setattr("sys.argv", ["iobs", "prune", "--ignore", "~nobody-here*"])
     assert running.shown_command() == "iobs prune --ignore '~nobody-here*'"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 from typing import Annotated
 
@@ -44,7 +45,8 @@ def _root(
 
     Start with `iobs demo`.
     """
-    if context.invoked_subcommand == "prune":  # which torchrun may have started several times over
+    # torchrun may have started prune several times over; without it torch is loaded later, after the arguments are read
+    if context.invoked_subcommand == "prune" and os.environ.get("WORLD_SIZE", "1") != "1":
         from iobs.pruning.runtime.ranks import joined
 
         context.with_resource(joined())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @options.command
 def bench(
-    model: str,
+    model: options.GivenModel,
     *,
     tokens: Annotated[int, typer.Option(min=2)] = 32,
     prompt: options.Positive = 64,

@@ -40,7 +40,7 @@ class SamplingOptions(options.DataOptions):
         seed: Seed of every random choice.
     """
 
-    eval_data: list[str] | None = None
+    eval_data: options.EvaluationData = None
     samples: options.Positive = 128
     seq_len: options.SequenceLength = 2048
     batch_size: options.Positive = 8

@@ -17,7 +17,7 @@ NAMES = ("gguf", "nemotron-nas", "onnx", "macko", "compressed-tensors", "openvin
 
 @options.command
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", callback=options.existing_model)],
     to: Annotated[
         str, typer.Option(metavar="|".join(NAMES), autocompletion=options.complete(NAMES), show_default=False)
     ],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @options.command
 def inspect(
-    directory: Path,
+    directory: options.WrittenDirectory,
     *,
     pattern: str | None = None,
     all_layers: Annotated[bool, typer.Option("--all")] = False,
@@ -43,13 +43,10 @@ def inspect(
     from rich.text import Text
 
     from iobs.core.formats import percent
-    from iobs.errors import ModelError
     from iobs.models.bitmasks import unpacked
     from iobs.models.packed import is_packed
     from iobs.report import audit_table
 
-    if not directory.is_dir():
-        raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ from iobs import models
 from iobs.cli import console
 from iobs.cli.run_file import RunOptions
 from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
+from iobs.errors import first_line
 from iobs.inference import StoredLinear
 from iobs.models import LoadedModel
 from iobs.models.packed import is_packed, is_ready_to_run, open_packed
@@ -118,11 +119,11 @@ def checked_device(device: str | None) -> str:
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        usable = not torch.empty(0, device=device).is_meta  # such tensors hold no numbers
-    except (RuntimeError, AssertionError):
-        usable = False
-    if not usable:
-        raise typer.BadParameter(f"{device!r} cannot be used here", param_hint="--device")
+        reason = "it holds no numbers" if torch.empty(0, device=device).is_meta else ""
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = first_line(error).rstrip(".")
+    if reason:
+        raise typer.BadParameter(f"{device!r} cannot be used here: {reason}", param_hint="--device")
     return device
 
 

@@ -23,6 +23,7 @@ from typer.models import OptionInfo, ParameterInfo
 
 from iobs.cli import console
 from iobs.core.files import expanded
+from iobs.core.specs import require_data, require_model, require_recipe, require_table, require_written
 
 if TYPE_CHECKING:
     from iobs.data.encoding import Missing
@@ -54,6 +55,40 @@ def complete(words: Sequence[str]) -> Callable[[str], list[str]]:
 def completed(words: Sequence[str]) -> Any:
     """An option whose value the shell completes from known words; see `complete`."""
     return typer.Option(autocompletion=complete(words))
+
+
+def existing_model(spec: str | None) -> str | None:
+    """Check MODEL before anything is imported."""
+    if spec is not None:
+        require_model(spec)
+    return spec
+
+
+def existing_data(specs: list[str] | None) -> list[str] | None:
+    """Check data sources before anything is imported."""
+    require_data(specs or [], CORPORA)
+    return specs
+
+
+def existing_recipe(name: str | None) -> str | None:
+    """Check the file of a recipe before anything is imported."""
+    if name is not None:
+        require_recipe(name)
+    return name
+
+
+def existing_table(file: Path) -> Path:
+    """Check a table before anything is imported."""
+    file = expanded(file)
+    require_table(file)
+    return file
+
+
+def written_directory(directory: Path) -> Path:
+    """Check the directory of a pruned model before anything is imported."""
+    directory = expanded(directory)
+    require_written(directory)
+    return directory
 
 
 # An entry of a section of a docstring: a name, perhaps a metavar in brackets, and the text up to the next entry.
@@ -163,6 +198,9 @@ SequenceLength = Annotated[
     int,
     typer.Option(min=2, metavar="N", help="Tokens per window; at most the model's context.", rich_help_panel="Data"),
 ]
+DataSources = Annotated[list[str] | None, typer.Option(autocompletion=complete(CORPORA), callback=existing_data)]
+Recipe = Annotated[str | None, typer.Option(autocompletion=complete(RECIPES), callback=existing_recipe)]
+EvaluationData = Annotated[list[str] | None, typer.Option(callback=existing_data)]
 Output = Annotated[Path | None, typer.Option("--output", "-o")]
 Precision = Annotated[str | None, typer.Option(show_default="int8")]
 Model = Annotated[
@@ -170,8 +208,12 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="Hugging Face directory or name, timm:NAME, or FILE.py:function; by default the embedded model.",
+        callback=existing_model,
     ),
 ]
+GivenModel = Annotated[str, typer.Argument(callback=existing_model)]
+Table = Annotated[Path, typer.Argument(callback=existing_table)]
+WrittenDirectory = Annotated[Path, typer.Argument(callback=written_directory)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of iobs.")]
 TrustRemoteCode = Annotated[
     bool,
@@ -211,7 +253,7 @@ class DataOptions:
     """
 
     panel: ClassVar = "Data"
-    data: Annotated[list[str] | None, completed(CORPORA)] = None
+    data: DataSources = None
 
 
 @dataclass(frozen=True)

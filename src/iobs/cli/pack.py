@@ -16,7 +16,7 @@ _MARKS = {False: ("*.packed",), True: ("recipe.yaml", "iobs.json")}
 
 @options.command
 def pack(
-    directory: Annotated[Path, typer.Argument(metavar="DIR")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", callback=options.written_directory)],
     output: options.Output = None,
     precision: str | None = None,
     back: Annotated[bool, typer.Option("--unpack")] = False,

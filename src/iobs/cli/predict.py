@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @options.command
 def predict(
     model: Path,
-    data: Path,
+    data: options.Table,
     missing: str = "error",
     output: options.Output = None,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
@@ -39,8 +39,11 @@ def predict(
         iobs predict model.json new.csv --missing mean  # where values are missing
         iobs predict model.json new.csv --json  # the columns of predictions, for a program
     """
+    from iobs.errors import ModelError, OutputError
+
+    if not model.exists():
+        raise ModelError(f"Cannot read {model}: there is no such file; give the one that iobs solve ... -o wrote.")
     from iobs.data.fitted import Fitted
-    from iobs.errors import OutputError
 
     choice = options.missing(missing)
     console.check_files((output,), (model, model / "model.json", data))

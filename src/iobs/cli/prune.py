@@ -96,7 +96,7 @@ class MethodOptions:
     """
 
     panel: ClassVar = "Method"
-    recipe: Annotated[str | None, options.completed(options.RECIPES)] = None
+    recipe: options.Recipe = None
     rounds: int | None = None
     solver: Annotated[
         str | None, options.completed([*options.SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS])
@@ -135,7 +135,7 @@ class CalibrationOptions(options.DataOptions):
     samples: options.OptionalPositive = None
     seq_len: Annotated[int | None, typer.Option(min=2)] = None
     batch_size: options.OptionalPositive = None
-    eval_data: list[str] | None = None
+    eval_data: options.EvaluationData = None
 
 
 @options.command

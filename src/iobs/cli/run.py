@@ -13,7 +13,7 @@ from iobs.cli import console, options
 
 @options.command
 def run(
-    model: str,
+    model: options.GivenModel,
     prompt: Annotated[str, typer.Argument(metavar="TEXT")],
     *,
     tokens: options.Positive = 64,

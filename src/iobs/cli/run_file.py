@@ -10,9 +10,9 @@ from typing import Any
 
 from iobs.core.files import expanded
 from iobs.core.patterns import Pattern, Unstructured, share
+from iobs.core.specs import is_function_spec
 from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
-from iobs.models.factory import is_function_spec
 from iobs.models.output import destination
 from iobs.pruning.cost.within import as_seconds
 from iobs.pruning.driver import require_numbers

@@ -22,10 +22,10 @@ from iobs.cli.console import ConsoleSteps
 from iobs.cli.progress import Watch
 from iobs.cli.run_file import RunSettings
 from iobs.core.files import expanded
+from iobs.core.specs import is_function_spec
 from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel, beside, check_output, names_to_replace
-from iobs.models.factory import is_function_spec
 from iobs.models.output import holds, with_licence
 from iobs.pruning.audit import audit, require_promised
 from iobs.pruning.report import Report

@@ -9,6 +9,7 @@ from iobs.core.formats import significant
 
 if TYPE_CHECKING:
     from iobs.cli.solution import JSONObject, SolveResult
+    from iobs.cli.solve_inputs import Regression
 
 _NEAR_SHOWN = 10  # near-optimal models that are printed; the JSON report has all
 _BEYOND = 3  # values of k beyond the chosen one that the printed path shows
@@ -95,12 +96,9 @@ _MEANINGS = {
 }
 
 
-def _loss_in_words(solution: SolveResult) -> str:
-    problem = solution.problem
+def _loss_in_words(problem: Regression) -> str:
     meaning = _MEANINGS.get(problem.loss, "negative log-likelihood up to a constant")
-    return (
-        meaning + (", weighted" if problem.weights is not None else "") + (", with the ridge" if problem.ridge else "")
-    )
+    return f"{meaning}, with the ridge" if problem.ridge else meaning
 
 
 def _remarks(solution: SolveResult, model: JSONObject) -> list[str]:

@@ -19,7 +19,7 @@ _NEAR_SECONDS = 60.0  # time limit of --near without --certify
 
 @options.command
 def solve(
-    data: Path,
+    data: options.Table,
     columns: TableColumns = TableColumns(),  # noqa: B008 - frozen
     k: Annotated[str, typer.Option("-k")] = "ebic",
     loss: Annotated[str, typer.Option("--loss", "--family")] = "auto",

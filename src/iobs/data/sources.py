@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from iobs.core.files import expanded
+from iobs.core.specs import is_function_spec, require_data
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images, statistics_of, transform_of
 from iobs.data.text import CORPORA, PIECE, Part, calibration_windows, corpus_documents, embedded_text, read_documents
 from iobs.errors import CalibrationError, DataError
 from iobs.models import EMBEDDED, LoadedModel
-from iobs.models.factory import call_function, is_function_spec
+from iobs.models.factory import call_function
 
 Batch: TypeAlias = Tensor | tuple[Tensor | Mapping[str, Tensor], Tensor] | Mapping[str, Tensor]
 
@@ -67,8 +68,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
     """
     if not specs:
         return _default(part, model)
-    if "" in specs:  # it would be the current folder
-        raise DataError("A data source is an empty text; a variable of the shell may be unset.")
+    require_data(specs, CORPORA)
     if len(specs) == 1:
         spec = specs[0]
         if spec in CORPORA:
@@ -82,11 +82,6 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
             return ArraySource(spec, *read_images(path, transform_of(model), statistics_of(model)))
     files = [expanded(spec) for spec in specs]
     for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} is not a file; --data takes text files (.txt, .jsonl, also .gz), one .npz, one folder or zip "
-                f"of images, one FILE.py:function, or one of {', '.join(CORPORA)}."
-            )
         _require_text(file, len(files))
     piece = PIECE if part == "calibration" else None
     return TextSource(", ".join(specs), lambda: _all_documents(files, piece))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from iobs.core.memory import available
+from iobs.core.specs import require_table
 from iobs.data.encoding import Column
 from iobs.errors import DataError, listed
 
@@ -66,8 +67,7 @@ def read_columns(file: Path, text: Sequence[str] = (), named: Sequence[str] | No
     Raises:
         DataError: as `read_table`.
     """
-    if not file.is_file():
-        raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
+    require_table(file)
     readers: dict[str, Callable[[Path, Sequence[str]], dict[str, Column]]]
     readers = {".csv": _read_text, ".tsv": _read_text, ".parquet": _read_parquet}
     readers[".npz"] = partial(_read_npz, named=named)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from iobs.core.files import expanded
-from iobs.errors import ModelError
+from iobs.core.specs import is_function_spec, require_model
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
 from iobs.models.output import beside, check_output, make_folder, names_to_replace, output_directory
@@ -60,11 +60,10 @@ def load(
     if spec is None:
         return load(EMBEDDED, dtype=dtype, device=device, moved=moved)
     text, place = str(spec), device if moved else "cpu"
-    if not text:  # it would be the current folder
-        raise ModelError("The name of the model is an empty text; a variable of the shell may be unset.")
+    require_model(text)
     if text.startswith("timm:"):
         return _moved(factory.load_from_timm(text.removeprefix("timm:")), dtype, place)
-    if factory.is_function_spec(text):
+    if is_function_spec(text):
         return _moved(factory.load_from_function(text), dtype, place)
     path = expanded(text)
     if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
@@ -72,10 +71,6 @@ def load(
         if dtype is None and torch.device(device).type == "cpu":
             widen(loaded.module)
         return _moved(loaded, dtype, place)
-    if path.is_file():
-        raise ModelError(f"{text} is a file; give the directory that holds it, or FILE.py:function.")
-    if not path.is_dir() and _reads_like_a_path(text):
-        raise ModelError(f"{text} does not exist; give a model directory, a Hugging Face name or FILE.py:function.")
     from iobs.models.huggingface import load_pretrained
 
     return load_pretrained(
@@ -91,8 +86,3 @@ def load(
 def _moved(loaded: LoadedModel, dtype: torch.dtype | None, device: str) -> LoadedModel:
     loaded.module.to(device=device, dtype=dtype)
     return loaded
-
-
-def _reads_like_a_path(text: str) -> bool:
-    """Check that `text` is not a hub name (NAME or OWNER/NAME), so the user must have meant a path."""
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or text.endswith("/") or " " in text

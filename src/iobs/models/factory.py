@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from iobs.core.files import expanded, packed_hint
+from iobs.core.specs import file_and_function, file_of, is_function_spec
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task
 from iobs.models.sixteen_bits import stored_as_half
@@ -35,12 +35,6 @@ CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
 _WIDTHS = "widths"  # key of the configuration: what differs from the network that the code builds
 Value = TypeVar("Value")
-_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
-
-
-def is_function_spec(spec: str) -> bool:
-    """Check that `spec` has the form FILE.py:function."""
-    return _FUNCTION.match(spec) is not None
 
 
 def is_built_by_code(spec: str) -> bool:
@@ -55,12 +49,7 @@ def load_function(spec: str) -> Callable[[], object]:
     Raises:
         ModelError: the file does not exist, fails while it runs, or has no such function.
     """
-    match = _FUNCTION.match(spec)
-    if match is None:
-        raise ModelError(f"{spec!r} does not read FILE.py:function.")
-    file, name = _file_of(spec), match["function"]
-    if not file.is_file():
-        raise ModelError(f"{file} does not exist; {spec!r} should name a Python file and a function in it.")
+    file, name = file_and_function(spec)
     definition = importlib.util.spec_from_file_location(f"iobs_user_{file.stem}", file)
     assert definition is not None
     assert definition.loader is not None
@@ -90,14 +79,10 @@ def call_function(spec: str, finish: Callable[[object], object] = lambda value: 
     """
     function = load_function(spec)
     try:
-        with _neighbours(_file_of(spec)):
+        with _neighbours(file_of(spec)):
             return _with_torchvision(lambda: finish(function()))
     except (Exception, SystemExit) as error:
         raise ModelError(f"{spec} fails when it is called: {type(error).__name__}: {error}") from error
-
-
-def _file_of(spec: str) -> Path:
-    return expanded(spec.rpartition(":")[0]).resolve()
 
 
 @contextmanager
@@ -130,7 +115,7 @@ def load_from_function(spec: str) -> LoadedModel:
     module = call_function(spec)
     if not isinstance(module, nn.Module):
         raise ModelError(f"{spec} returned {type(module).__name__}; it must return a torch.nn.Module.")
-    factory = f"{_file_of(spec)}:{spec.rpartition(':')[2]}"
+    factory = f"{file_of(spec)}:{spec.rpartition(':')[2]}"
     return _loaded(module, spec, {"factory": factory}, "other")
 
 
@@ -212,7 +197,7 @@ def build_directory(directory: Path, trust_remote_code: bool = False) -> LoadedM
 def _comes_with(directory: Path, factory: str) -> bool:
     """Check that a factory is not a file of the user: those have absolute paths outside the directory."""
     in_full = expanded(factory).is_absolute()
-    return not in_full or _file_of(factory).is_relative_to(directory.resolve())
+    return not in_full or file_of(factory).is_relative_to(directory.resolve())
 
 
 def _loaded(

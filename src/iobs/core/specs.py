@@ -1,0 +1,120 @@
+"""Names of models, data and tables as users write them, checked without loading what they name.
+
+The command line checks paths here first: loading a model, or only torch, takes seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from iobs.core.files import expanded
+from iobs.errors import DataError, ModelError, ProblemError
+
+_FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
+
+
+def is_function_spec(spec: str) -> bool:
+    """Check that `spec` has the form FILE.py:function."""
+    return _FUNCTION.match(spec) is not None
+
+
+def file_and_function(spec: str) -> tuple[Path, str]:
+    """The file and the name of FILE.py:function.
+
+    Raises:
+        ModelError: the text has another form, or the file does not exist.
+    """
+    match = _FUNCTION.match(spec)
+    if match is None:
+        raise ModelError(f"{spec!r} does not read FILE.py:function.")
+    file = file_of(spec)
+    if not file.is_file():
+        raise ModelError(f"{file} does not exist; {spec!r} should name a Python file and a function in it.")
+    return file, match["function"]
+
+
+def file_of(spec: str) -> Path:
+    """The file of FILE.py:function."""
+    return expanded(spec.rpartition(":")[0]).resolve()
+
+
+def require_model(spec: str) -> None:
+    """Check that the name of a model is no wrong path.
+
+    Args:
+        spec: a directory, a Hugging Face name, `timm:NAME` or `FILE.py:function`.
+
+    Raises:
+        ModelError: it is empty, a file that is no model, or a path that does not exist.
+    """
+    if not spec:  # it would be the current folder
+        raise ModelError("The name of the model is an empty text; a variable of the shell may be unset.")
+    if is_function_spec(spec):
+        file_and_function(spec)
+    elif not spec.startswith("timm:"):
+        path = expanded(spec)
+        if path.is_file():
+            raise ModelError(f"{spec} is a file; give the directory that holds it, or FILE.py:function.")
+        if not path.is_dir() and _reads_like_a_path(spec):
+            raise ModelError(f"{spec} does not exist; give a model directory, a Hugging Face name or FILE.py:function.")
+
+
+def _reads_like_a_path(text: str) -> bool:
+    """Check that `text` is not a hub name (NAME or OWNER/NAME), so the user must have meant a path."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text or text.endswith("/") or " " in text
+
+
+def require_data(specs: Sequence[str], corpora: Collection[str]) -> None:
+    """Check that the names of data sources are no wrong paths.
+
+    Args:
+        specs: as `iobs.data.open_source`.
+        corpora: names of public corpora.
+
+    Raises:
+        DataError: a source is empty or does not exist.
+        ModelError: the file of FILE.py:function does not exist.
+    """
+    if "" in specs:  # it would be the current folder
+        raise DataError("A data source is an empty text; a variable of the shell may be unset.")
+    if len(specs) == 1 and is_function_spec(specs[0]):
+        file_and_function(specs[0])
+    elif len(specs) != 1 or not (specs[0] in corpora or expanded(specs[0]).is_dir()):
+        for file in map(expanded, specs):
+            if not file.is_file():
+                raise DataError(
+                    f"{file} is not a file; --data takes text files (.txt, .jsonl, also .gz), one .npz, one folder or "
+                    f"zip of images, one FILE.py:function, or one of {', '.join(corpora)}."
+                )
+
+
+def require_recipe(name: str) -> None:
+    """Check that a recipe that is named by its file exists; other names pass.
+
+    Raises:
+        ProblemError: it does not.
+    """
+    if name.endswith((".yaml", ".yml")) and not expanded(name).is_file():
+        raise ProblemError(f"There is no recipe {name}; give a .yaml file, or the name of a recipe.")
+
+
+def require_table(file: Path) -> None:
+    """Check that a table exists.
+
+    Raises:
+        DataError: it does not.
+    """
+    if not file.is_file():
+        raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
+
+
+def require_written(directory: Path) -> None:
+    """Check that the directory of a pruned model exists.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
