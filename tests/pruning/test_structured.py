@@ -638,6 +638,9 @@ def test_network_that_is_not_faster_is_called_so(monkeypatch):
     monkeypatch.setattr(structured, "shares_of", lambda *_: (1.0, 1.1))
     report = iobs.prune(network(), pictures(), iobs.Structured(0.3), "one-shot")
     assert "NOT faster on this machine: 110.0% of the dense time" in str(report)
+    assert 'Choose the widths by time (of="latency")' in str(report)
+    report.settings["pattern"] = str(iobs.Structured(0.3, of="latency"))
+    assert "Choose the widths by time" not in str(report)  # it was done
 
 
 def test_time_that_cannot_be_reached_is_refused(monkeypatch):

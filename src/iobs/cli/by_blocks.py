@@ -350,6 +350,7 @@ def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithm
 
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
     """Warn if a run is predicted to take more memory than is free, or if its files do not stay in main memory."""
+    from iobs.core.memory import available
     from iobs.pruning.runtime import memory
     from iobs.pruning.runtime.ranks import current
 
@@ -359,7 +360,7 @@ def _warn_of_memory(plan: Plan, device: torch.device) -> None:
             f"Warning: the run is predicted to take {plan.peak_bytes / 1e9:.2f} GB of memory, and {device} has "
             f"{free / 1e9:.2f} GB for it; lower --batch-size, --seq-len or --samples, or take --recipe one-shot."
         )
-    cached = memory.available() // current().size
+    cached = available() // current().size
     if plan.streams == "disk" and 0 < cached < plan.streams_bytes:
         console.warn(
             f"Warning: files of hidden states and fitted parameters take {plan.streams_bytes / 1e9:.2f} GB, and main "

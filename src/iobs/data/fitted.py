@@ -209,12 +209,13 @@ class Fitted:
         """
         design = self.design(file, missing)
         margins = design @ self.coefficients.T + self.constants + self._known(file, missing)[:, None]
-        lost = np.isnan(margins).any(axis=1) | np.isnan(design).any(axis=1)
-        found = self._of_margins(np.where(lost[:, None], 0.0, margins))
-        return {
-            name: [None if gone else value for value, gone in zip(values, lost.tolist(), strict=True)]
-            for name, values in found.items()
-        }
+        lost = np.isnan(margins.sum(axis=1) + design.sum(axis=1))
+        found = self._of_margins(np.where(np.isnan(margins), 0.0, margins))
+        answers: dict[str, Predictions] = {name: [*values] for name, values in found.items()}
+        for values in answers.values():
+            for row in np.flatnonzero(lost).tolist():
+                values[row] = None
+        return answers
 
     def _of_margins(self, margins: Array) -> dict[str, list[str] | list[float]]:
         """Predictions for linear predictors (n, 1) or (n, C)."""

@@ -102,7 +102,8 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
             workspace.store.restore(weights)
             best.consider(finetune_last(workspace, projection, plan, step, len(best.records)))
         workspace.store.restore(best.weights)
-        report = report_of(workspace, best, (loss, scores), census, allocation, time.perf_counter() - started)
+        seconds = workspace.checkpoint.earlier + time.perf_counter() - started
+        report = report_of(workspace, best, (loss, scores), census, allocation, seconds)
         if ends:
             workspace.callbacks.on_end(report)
         return report

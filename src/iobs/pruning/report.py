@@ -212,7 +212,7 @@ class Report:
         best_round: index in `rounds` of the record whose weights are the result.
         coverage: the share of the model that was pruned, and what stayed dense, with the reasons.
         audit: zeros of every pruned matrix of the result.
-        seconds: of the run.
+        seconds: of the run, of a resumed run with its earlier parts.
         peak_memory_bytes: peak memory of the run.
         scores: metrics by model ("dense", "pruned"). A run adds accuracy or perplexity on the held-out samples, if
             labels or tokens allow it; commands add those on evaluation data.

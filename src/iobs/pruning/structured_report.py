@@ -138,11 +138,13 @@ class StructuredReport(Report):
         widths: units of every site, in the order of the forward pass.
         costs: of the layers that hold units and of the whole network.
         refitted: names of the layers that lost no inputs: their weights were fitted anew to the dense outputs.
+        stays: why units stay that were found, one sentence for each reason.
     """
 
     widths: list[WidthRecord] = field(default_factory=list)
     costs: list[CostRecord] = field(default_factory=list)
     refitted: list[str] = field(default_factory=list)
+    stays: list[str] = field(default_factory=list)
 
     @property
     def removed(self) -> float:
@@ -191,9 +193,11 @@ class StructuredReport(Report):
 
     def _not_faster(self) -> list[str]:
         """A sentence where the narrower network takes the time of the dense one."""
+        by_time = "of=latency" in str(self.settings.get("pattern", ""))
+        advice = "Remove more." if by_time else 'Choose the widths by time (of="latency"), or remove more.'
         return [
             f"The narrower network is NOT faster on this machine: {cost.share:.1%} of the dense time {cost.where}. "
-            'Choose the widths by time (of="latency"), or remove more.'
+            f"{advice}"
             for cost in self.costs
             if cost.name == SECONDS and cost.share > FASTER
         ]
@@ -212,4 +216,4 @@ class StructuredReport(Report):
             loss = record.loss_calibration if record.loss_heldout is None else record.loss_heldout
             lines.append(f"  {number + 1}. {name}: loss {'-' if loss is None else f'{loss:.4g}'}{best}")
         lines += [f"  {width.before:5} -> {width.after:5} {width.kind}  {width.name}" for width in self.widths]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.stays])

@@ -12,6 +12,7 @@ from iobs.errors import OtherRunError
 from iobs.pruning.descent import descent
 from iobs.pruning.plan import bits
 from iobs.pruning.plan.curves import CurveSweep
+from iobs.pruning.runtime import checkpoint
 
 
 def falls_off(module, batch):
@@ -101,6 +102,21 @@ def test_resumed_run_ends_in_the_same_bits(options, every, tmp_path, monkeypatch
         assert all(torch.equal(a, b) for a, b in zip(network.parameters(), undisturbed.parameters(), strict=True))
     assert [record.loss_heldout for record in report.rounds] == [record.loss_heldout for record in expected.rounds]
     assert report.best_round == expected.best_round
+
+
+def test_seconds_of_a_resumed_run_are_those_of_all_its_parts(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: clock[0])
+    first = checkpoint.DiskCheckpoint(tmp_path / "c", {})
+    assert first.earlier == 0
+    for clock[0] in (5.0, 7.0):
+        first.put(f"entry at {clock[0]}", {}, {})
+    clock[0] = 100.0  # the pause does not count
+    second = checkpoint.DiskCheckpoint(tmp_path / "c", {})
+    assert second.earlier == 7.0
+    clock[0] = 103.0
+    second.put("last", {}, {})
+    assert checkpoint.DiskCheckpoint(tmp_path / "c", {}).earlier == 10.0
 
 
 def test_gates_of_a_recurrent_layer_are_resumed_with_the_inputs_that_all_of_them_gave(tmp_path):

@@ -1,5 +1,6 @@
 """Networks with unusual code: their units are removed, or kept with a reason before any work."""
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import iobs
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, PatternError
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
@@ -518,3 +519,26 @@ def test_other_matrices_of_a_module_that_reads_units_keep_their_columns():
         ("macs", 12 * 19, len(kept) * 19),
         ("parameters", 12 * 19, len(kept) * 19),
     ]
+
+
+class Viewing(nn.Module):
+    """Two hidden layers; the width of the first is a number in the code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 12), nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        hidden = hidden.view(-1, 12)
+        return self.last(torch.relu(self.second(hidden)))
+
+
+def test_report_names_the_line_of_code_that_lets_units_stay():
+    torch.manual_seed(0)
+    data = [torch.randn(40, 4)]
+    report = iobs.prune(Viewing().eval(), data, iobs.Structured(0.3), "one-shot", solver="magnitude", holdout=0.0)
+    line = r"second: all units are kept, .* \(test_unusual_networks.py, line \d+: hidden = hidden.view\(-1, 12\)\)"
+    assert re.search(line, str(report).replace("\n", " "))
+    with pytest.raises(PatternError, match=rf"ask for less.* {line}"):
+        iobs.prune(Viewing().eval(), data, iobs.Structured(0.95), "one-shot", solver="magnitude", holdout=0.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from scipy.linalg.lapack import dposv
@@ -33,8 +33,8 @@ def as_objective(objective: Objective | Quadratic) -> Objective:
     """
     home = sys.modules.get("iobs.core.quadratic")  # it loads torch; before that nothing is a Quadratic
     if home is not None and isinstance(objective, home.Quadratic):
-        return QuadraticObjective.of(objective)
-    return objective
+        return QuadraticObjective.of(cast("Quadratic", objective))
+    return cast("Objective", objective)
 
 
 class QuadraticObjective(Objective):

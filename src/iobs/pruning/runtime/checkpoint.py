@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,11 +34,18 @@ from iobs.pruning.runtime.scratch import PARTIAL, lock_folder
 RUN = "run.json"
 _SUFFIX = ".safetensors"
 _GENERATOR = "generator"
+_SECONDS = "seconds"
 _GPU_GENERATOR = "generator of GPU "
 
 
 class Checkpoint:
-    """Interface of a checkpoint, and the null checkpoint of a run without one: it stores nothing."""
+    """Interface of a checkpoint, and the null checkpoint of a run without one: it stores nothing.
+
+    Attributes:
+        earlier: seconds that the earlier parts of a resumed run took, up to their last entry.
+    """
+
+    earlier: float = 0.0
 
     def __contains__(self, key: str) -> bool:
         return False
@@ -106,7 +114,10 @@ class DiskCheckpoint(Checkpoint):
         else:
             self._write(self.directory / RUN, json.dumps(plain, indent=1).encode("utf8"))
         # Entries at the start: all ranks of a run must read the same entries.
-        self._names = {entry.name for entry in self.directory.glob(f"*{_SUFFIX}")}
+        files = [*self.directory.glob(f"*{_SUFFIX}")]
+        self._names = {entry.name for entry in files}
+        self.earlier = max(map(_seconds_of, files), default=0.0)
+        self._opened = time.perf_counter()
 
     def _require_same(self, identity: JsonObject) -> None:
         try:
@@ -135,7 +146,8 @@ class DiskCheckpoint(Checkpoint):
             return
         everything = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         everything |= _generators()
-        self._write(self._file(key), save(everything, {"values": json.dumps(values)}))
+        seconds = self.earlier + time.perf_counter() - self._opened
+        self._write(self._file(key), save(everything, {"values": json.dumps(values), _SECONDS: repr(seconds)}))
 
     def get(self, key: str) -> tuple[dict[str, Tensor], JsonObject]:
         """Read an entry, and restore the states of torch's random generators.
@@ -223,6 +235,15 @@ class _Lock:
         lock = cls.held.get(key) or cls(directory)
         cls.held[key] = lock
         return lock
+
+
+def _seconds_of(file: Path) -> float:
+    """Seconds from the start of a run to an entry, pauses excluded; 0 for a damaged entry, which `get` reports."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return float(opened.metadata()[_SECONDS])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def _generators() -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits, tensors_of
 from iobs.pruning.structure.config_widths import is_configured
+from iobs.pruning.structure.fixed_sizes import FixedSizes
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
@@ -322,6 +323,16 @@ class _Trial:
             zero_columns(zeroed, site, keep)
             self.cases.append((keep, _outputs(zeroed, arguments)))
 
+    def full_width(self, site: Site) -> str:
+        """What keeps the full width in the code of the narrower module, which fails: the line, if it is found."""
+        narrow = copied(self.dense)
+        remove(narrow, [site], {site.name: self.cases[0][0]})
+        with suppress(*batches.REFUSALS), FixedSizes(site.count) as sizes:
+            _outputs(narrow, self.arguments)
+        if not sizes.line:
+            return "its code, or a tensor that is no parameter, keeps the full width"
+        return f"its code holds the full width as a number ({sizes.line}); -1 or flatten(1) would follow the units"
+
     def gap(self, site: Site) -> float:
         """The first relative gap of outputs above the tolerance, otherwise the last; of the narrower module."""
         gap = 0.0
@@ -356,10 +367,7 @@ def _counting_attributes(model: nn.Module, site: Site, arguments: Arguments) -> 
                 except batches.REFUSALS as error:
                     if is_out_of_memory(error):
                         raise
-                    why = why or (
-                        f"the narrower {kind} fails ({first_line(error)}): "
-                        "its code, or a tensor that is no parameter, keeps the full width"
-                    )
+                    why = why or f"the narrower {kind} fails ({first_line(error)}): {trial.full_width(site.inside())}"
                     continue
                 if gap <= trial.tolerance:
                     return attributes

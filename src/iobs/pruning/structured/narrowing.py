@@ -69,6 +69,7 @@ class SiteRemoval:
 
     def __init__(self, store: Store, data: list[Batch], request: StructuredRequest, callbacks: Callbacks) -> None:
         self.store, self.model, self.data, self.request, self.callbacks = store, store.model, data, request, callbacks
+        self.stays: list[str] = []  # why units stay, one sentence for each reason
         model, pattern = self.model, request.pattern
         store.observe(data, request.seed)  # finds layers that no class shows, such as transposed convolutions
         short_batches = traced_batches(model, data)
@@ -161,7 +162,12 @@ class SiteRemoval:
                 )
             raise LayerSelectionError(" ".join([nothing, *notes]))
         for note in notes:
-            self.callbacks.on_note(note)
+            self._stay(note)
+
+    def _stay(self, note: str) -> None:
+        """Note why units stay, for the run and for the report."""
+        self.stays.append(note)
+        self.callbacks.on_note(note)
 
     def _keep(self, reasons: Mapping[str, str], message: str) -> None:
         """Let sites keep all units, with a note each; reasons by name of the site.
@@ -170,7 +176,7 @@ class SiteRemoval:
             LayerSelectionError: with the message, if there are no others.
         """
         for name, reason in reasons.items():
-            self.callbacks.on_note(f"{name} keeps all units: {reason}.")
+            self._stay(f"{name} keeps all units: {reason}.")
         sites = tuple(site for site in self.sites.sites if site.name not in reasons)
         if not sites:
             raise LayerSelectionError(message)
@@ -238,11 +244,11 @@ class SiteRemoval:
         fed = self.sites.read_by(reached(self.model, readers, self.data))
         unfed = [site.name for site in self.sites.sites if site not in fed.sites]
         if unfed:
-            self.callbacks.on_note(f"{', '.join(unfed)}: all units are kept, since no calibration sample reaches them.")
+            self._stay(f"{', '.join(unfed)}: all units are kept, since no calibration sample reaches them.")
         groups = [group.sites for group in self.widths.groups if self.loadable and set(group.sites) & set(unfed)]
         tied = {name for names in groups for name in names}
         if beside := [site.name for site in fed.sites if site.name in tied]:
-            self.callbacks.on_note(
+            self._stay(
                 f"{', '.join(beside)}: all units are kept, since the configuration has one number for them and for "
                 "sites that no calibration sample reaches."
             )

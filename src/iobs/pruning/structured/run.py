@@ -6,14 +6,15 @@ anything is solved.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from iobs.core.structured import Runtime
-from iobs.errors import ModelError, NonFiniteError, ProblemError, first_line
+from iobs.errors import ModelError, NonFiniteError, PatternError, ProblemError, first_line
 from iobs.pruning.calibration.observe import require_repeatable
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.keep_sparse import live_on
@@ -59,7 +60,8 @@ def prune_structured(
     with store.unchanged_by_failure():
         with evaluating(model) as frozen, seeded(model, request.seed):
             removal = _find_removal(store, data, request, callbacks)
-            report = removal.solve(frozen)
+            with _naming_what_stays(removal):
+                report = removal.solve(frozen)
         removal.remove()
         with evaluating(model) if pattern.whole else nullcontext():  # the dense model is timed in the mode of its copy
             costs = removal.costs()
@@ -70,6 +72,7 @@ def prune_structured(
             widths=removal.width_records(report),
             costs=costs,
             refitted=removal.refitted(report),
+            stays=[*removal.stays],
         )
         with evaluating(model):
             callbacks.on_end(structured_report)
@@ -82,7 +85,18 @@ def plan_structured(store: Store, data: list[Batch], request: StructuredRequest)
     model = store.model
     with torch.inference_mode(False), evaluating(model), seeded(model, request.seed):
         store = StoreBesideDense(model) if request.pattern.whole else store
-        return _find_removal(store, data, request, Callbacks([])).plan()
+        removal = _find_removal(store, data, request, Callbacks([]))
+        with _naming_what_stays(removal):
+            return removal.plan()
+
+
+@contextmanager
+def _naming_what_stays(removal: SiteRemoval | PartRemoval) -> Iterator[None]:
+    """Let an error about a cost that cannot be reached say why units stay."""
+    try:
+        yield
+    except PatternError as error:
+        raise PatternError(" ".join([str(error), *removal.stays])) from error
 
 
 def require_possible(store: Store, request: StructuredRequest) -> None:

@@ -85,6 +85,8 @@ class PartRemoval:
         ModelError: the model's class cannot have fewer of them, or experts of a model without a configuration.
     """
 
+    stays: tuple[str, ...] = ()  # as in `SiteRemoval`: no block or expert has a reason to stay
+
     def __init__(
         self, store: StoreBesideDense, data: list[Batch], request: StructuredRequest, callbacks: Callbacks
     ) -> None:

@@ -111,9 +111,10 @@ def require_reachable(choices: Sequence[WidthChoice], cost: CostModel, limit: fl
     smallest = {name: choice.widths[0] for choice in choices for name in choice.sites}
     if cost.of(smallest) > limit * (1 + 1e-9):
         share = 1 - cost.of(smallest) / cost.of({})
+        restricted = any(len(choice.widths) < choice.widths[-1] for choice in choices)
         raise PatternError(
             f"At most {max(0.0, share):.1%} of this cost can be removed with the widths that these layers may have; "
-            "ask for less, or allow more widths if multiple_of is above 1 or uniform is True."
+            f"ask for less{', or allow more widths (multiple_of, uniform)' if restricted else ''}."
         )
     return smallest
 
