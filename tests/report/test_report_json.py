@@ -8,8 +8,8 @@ from sample_reports import SCORES, make_finetuned, make_report
 
 from iobs import report
 from iobs.cli.running import write_card
+from iobs.core import formats
 from iobs.errors import DataError
-from iobs.report import formats
 
 
 def test_report_without_polished_round_is_read(tmp_path):

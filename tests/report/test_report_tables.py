@@ -9,8 +9,9 @@ from rich.console import Console
 from sample_reports import SCORES, make_report, shown
 
 from iobs import report
+from iobs.core import formats
 from iobs.pruning.report import RoundRecord, best_index
-from iobs.report import curves, formats, plots, tables
+from iobs.report import curves, plots, tables
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,8 @@ def _run(
         console.warn(report.notes[-1])
         return report, error
     if dense:
+        assert scoring is not None
+        report.settings["evaluation"] = scoring.name
         report.add_scores({"dense": dense, "pruned": pruned})
     return report, None
 

@@ -37,6 +37,7 @@ from iobs.pruning.decisions.rounds import decide_growth, decide_steps, scheduled
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
+from iobs.pruning.layerwise.enough import too_few
 from iobs.pruning.layerwise.grids import is_rounded
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
@@ -154,6 +155,8 @@ def project_layers(
     handle_layers_without_input(workspace, projection, sweep.without_input)
     if not recipe.reads_weights_only:
         note_pruning_by_magnitude(workspace, projection.record)
+        if index == 0:
+            workspace.callbacks.caution(too_few(projection.record.layers, workspace.fit.samples))
     return projection.record
 
 
@@ -407,8 +410,7 @@ def warn_of_coverage(workspace: Workspace, coverage: Coverage) -> None:
 def score_of(workspace: Workspace) -> Scores:
     """Accuracy or perplexity of the present model on the held-out samples, or on all samples if none are held out."""
     samples, name = (workspace.heldout, "held-out") if workspace.heldout.batches else (workspace.fit, "calibration")
-    found = metric(workspace.store.model, samples)
-    return {} if found is None else {f"{name} {found[0]}": found[1]}
+    return {f"{name} {key}": value for key, value in metric(workspace.store.model, samples).items()}
 
 
 def report_of(
@@ -436,6 +438,7 @@ def report_of(
         peak_memory_bytes=workspace.memory.look(),
         scores={"dense": before, "pruned": score_of(workspace)} if before else {},
         notes=workspace.callbacks.notes,
+        cautions=workspace.callbacks.cautions,
         allocation=allocation,
     )
 

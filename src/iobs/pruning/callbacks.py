@@ -108,12 +108,14 @@ class Callbacks(Callback):
 
     Attributes:
         notes: all notes, in order.
+        cautions: what the user should know before the result is used.
         warned: True after `warn`.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = [*callbacks]
         self.notes: list[str] = []
+        self.cautions: list[str] = []
         self.warned = False
 
     def on_note(self, text: str) -> None:
@@ -121,6 +123,21 @@ class Callbacks(Callback):
         self.notes.append(text)
         for callback in self.callbacks:
             callback.on_note(text)
+
+    def caution(self, text: str) -> None:
+        """Keep a text for the report, and show it now; nothing for "".
+
+        It goes to the callbacks that show notes. Without one it is a warning of the logger, which Python prints.
+        """
+        if not text:
+            return
+        self.cautions.append(text)
+        silent = Callback.on_note, LoggingCallback.on_note
+        shown = [callback for callback in self.callbacks if type(callback).on_note not in silent]
+        for callback in shown:
+            callback.on_note(text)
+        if not shown:
+            logger.warning(text)
 
     def warn(self, text: str) -> None:
         """Keep a note on the coverage of the model that is also a warning."""

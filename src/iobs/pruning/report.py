@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -185,6 +186,7 @@ class AllocationRecord:
 
 
 # Forms of a report by suffix, and "summary" for notebooks; `iobs.report` adds them.
+COUNTS = ("tokens", "samples", "labels")  # last words of scores that count what others are of
 RENDERERS: dict[str, Callable[[Report], str]] = {}
 
 
@@ -217,6 +219,7 @@ class Report:
         scores: metrics by model ("dense", "pruned"). A run adds accuracy or perplexity on the held-out samples, if
             labels or tokens allow it; commands add those on evaluation data.
         notes: decisions and estimates of the run, one sentence each.
+        cautions: what to know before the result is used, such as calibration data that are too few.
         allocation: sparsities of layers and their reasons; empty for a uniform allocation.
         samples: inputs with the outputs of both models.
     """
@@ -231,6 +234,7 @@ class Report:
     peak_memory_bytes: int
     scores: dict[str, Scores] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
     allocation: list[AllocationRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
 
@@ -355,13 +359,38 @@ class Report:
         """Bits of each weight on a grid, and the metrics of the dense and of the last model, one line each."""
         bits = self.bits_per_weight
         counted = [] if bits is None else [f"{bits:.3f} bits a weight, masks, scales and tables counted."]
-        return counted + self._compared()
+        return counted + self._compared() + self.cautions
 
     def _compared(self) -> list[str]:
         if len(self.scores) < 2:
             return []
         before, after = next(iter(self.scores.values())), next(reversed(self.scores.values()))
-        return [f"{name}: {before[name]:.4g} dense, {after[name]:.4g} pruned" for name in before if name in after]
+        return [
+            f"{name}: {before[name]:.4g} dense, {after[name]:.4g} pruned{self._in_brackets(name)}"
+            for name in before
+            if name in after and name.rpartition(" ")[2] not in COUNTS
+        ]
+
+    def _in_brackets(self, name: str) -> str:
+        text = self.certainty(name)
+        return f" ({text})" if text else ""
+
+    def certainty(self, name: str) -> str:
+        """The labels behind a score, with 95 % intervals, or the tokens and their text; "" if unknown."""
+        part, _, metric = name.rpartition(" ")
+        before, after = next(iter(self.scores.values())), next(reversed(self.scores.values()))
+        prefix = f"{part} " if part else ""
+        labels, tokens = (before.get(f"{prefix}{unit}") for unit in ("labels", "tokens"))
+        if metric == "accuracy" and labels:
+            ranges = [interval(scores[name] / 100, int(labels)) for scores in (before, after)]
+            dense, pruned = (f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ranges)
+            return f"{int(labels):,} labels, 95 % intervals {dense} and {pruned}"
+        if metric == "perplexity" and tokens and part:
+            text = self.settings.get("calibration", "the calibration data")
+            return f"{int(tokens):,} {'held-out ' if part == 'held-out' else ''}tokens of {text}"
+        if metric == "perplexity" and tokens and "evaluation" in self.settings:
+            return f"{int(tokens):,} tokens of {self.settings['evaluation']}"
+        return ""
 
     def _loss(self) -> str:
         best = self.best
@@ -386,6 +415,14 @@ class Report:
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
         values["allocation"] = [allocation_record(row) for row in values.get("allocation", [])]
         return cls(**values)
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share that was observed in `count` cases, by Wilson."""
+    z = 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return middle - half, middle + half
 
 
 def _number(value: float | None) -> str:

@@ -14,7 +14,6 @@ from iobs.pruning.report import WORTH, Report, Sample
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.report import plots
 from iobs.report.tables import (
-    COUNTS,
     heldout_samples,
     mean_error,
     measured_in,
@@ -82,11 +81,11 @@ def _facts(report: Report) -> str:
     ]
     # The last entry is the pruned model; the others are for comparison.
     dense, pruned = report.scores.get("dense", {}), next(reversed(report.scores.values()), {})
-    facts += [
-        (f"{score(dense[metric])} → {score(pruned[metric])}", f"{metric}, dense → pruned")
-        for metric in pruned
-        if metric in dense and metric not in COUNTS and pruned is not dense
-    ]
+    for metric in score_names({"": pruned}) if pruned is not dense else []:
+        if metric in dense:
+            of = report.certainty(metric)
+            change = f"{score(dense[metric])} → {score(pruned[metric])}"
+            facts.append((change, f"{metric}, dense → pruned{f', {of}' if of else ''}"))
     if report.best.loss_heldout is not None:
         text = f"{report.loss_name} on {heldout_samples(report)}"
         text += f"; dense {significant(report.dense_loss, 4)}" if report.dense_loss is not None else ""

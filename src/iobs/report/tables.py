@@ -8,11 +8,8 @@ from rich.text import Text
 
 from iobs.core.formats import best_name, duration, percent, score, significant, size
 from iobs.core.wording import plural
-from iobs.pruning.report import AuditRow, LayerRecord, Report, RoundRecord
+from iobs.pruning.report import COUNTS, AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
-
-# Entries among the scores that are counts, not metrics.
-COUNTS = ("tokens", "samples")
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -26,6 +23,9 @@ def summary_lines(report: Report) -> list[str]:
         of_all = f" of {rounds}" if report.best.kind == "projection" else ""
         held_out = report.best.loss_heldout is not None
         lines.append(f"best by {'held-out' if held_out else 'calibration'} samples: {round_name(report.best)}{of_all}")
+    of = {metric: report.certainty(metric) for metric in (score_names(report.scores) if report.scores else [])}
+    lines += [f"{metric} is of {text}" for metric, text in of.items() if text]
+    lines += report.cautions
     lines.append(f"{duration(report.seconds)}, peak memory {size(report.peak_memory_bytes)}")
     return lines
 
@@ -151,7 +151,8 @@ def audit_table(rows: list[AuditRow]) -> Table:
 
 def score_names(scores: dict[str, dict[str, float]]) -> list[str]:
     """Names of the metrics in order, without counts."""
-    return list(dict.fromkeys(name for values in scores.values() for name in values if name not in COUNTS))
+    names = dict.fromkeys(name for values in scores.values() for name in values)
+    return [name for name in names if name.rpartition(" ")[2] not in COUNTS]
 
 
 def best_of(scores: dict[str, dict[str, float]], metric: str) -> str | None:

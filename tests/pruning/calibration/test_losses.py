@@ -249,8 +249,8 @@ def test_metric_in_pieces_equals_the_metric_at_once(batch, monkeypatch):
     for whole in (10**9, 0):
         monkeypatch.setattr(losses, "WHOLE", whole)
         found.append(metric(model, Samples.of([batch])))
-    assert found[0][0] == found[1][0] == "perplexity"
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-6)
 
 
 class Counting(nn.Module):

@@ -276,11 +276,11 @@ def mean_loss(model: nn.Module, part: Samples, loss: LossFunction) -> float:
 
 
 @torch.no_grad()
-def metric(model: nn.Module, samples: Samples) -> tuple[str, float] | None:
+def metric(model: nn.Module, samples: Samples) -> dict[str, float]:
     """The metric that people know for the task of a model, if the samples allow to measure it.
 
     Token ids and outputs of one row per token give the perplexity of the next tokens. Integer labels give the accuracy
-    in per cent. Anything else gives None.
+    in per cent. The number of tokens or labels stands beside it. Anything else gives nothing.
 
     Args:
         model: in eval mode.
@@ -300,10 +300,10 @@ def metric(model: nn.Module, samples: Samples) -> tuple[str, float] | None:
     current().sum(totals)
     total, count = totals.tolist()
     if not samples.batches or not count or (names - {"accuracy"} and names - {"perplexity"}):
-        return None
+        return {}
     if "perplexity" in names:
-        return "perplexity", math.exp(min(total / count, 700.0))
-    return "accuracy", 100 * total / count
+        return {"perplexity": math.exp(min(total / count, 700.0)), "tokens": count}
+    return {"accuracy": 100 * total / count, "labels": count}
 
 
 def _batch_metric(values: Tensor, batch: Batch) -> tuple[str, float, float] | None:

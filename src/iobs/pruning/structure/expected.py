@@ -324,7 +324,7 @@ class _Trial:
             self.cases.append((keep, _outputs(zeroed, arguments)))
 
     def full_width(self, site: Site) -> str:
-        """What keeps the full width in the code of the narrower module, which fails: the line, if it is found."""
+        """The reason why the narrower module fails: the line of code that holds the full width, if it is found."""
         narrow = copied(self.dense)
         remove(narrow, [site], {site.name: self.cases[0][0]})
         with suppress(*batches.REFUSALS), FixedSizes(site.count) as sizes:

@@ -17,7 +17,7 @@ _SIZED = {
     *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.expand),
     *(Tensor.split, torch.split, Tensor.narrow, torch.narrow),
 }
-_LIBRARIES = tuple(Path(each.__file__).parent for each in (torch, iobs))  # whose lines no user changes
+_LIBRARIES = tuple(Path(each.__path__[0]) for each in (torch, iobs))  # whose lines no user changes
 
 
 class FixedSizes(TorchFunctionMode):
