@@ -10,7 +10,7 @@ import torch
 from iobs.core.integers import Integers, raw_bits
 from iobs.errors import ModelError
 from iobs.models import entropy_code
-from iobs.models.entropy_code import decode, encode
+from iobs.models.entropy_code import decode, encode, parts
 
 
 def matrix(rows=60, columns=30, spread=2.0, seed=0):
@@ -22,12 +22,16 @@ def matrix(rows=60, columns=30, spread=2.0, seed=0):
 
 def decoded_slowly(data):
     """The integers of `encode`, symbol by symbol with the formulas of asymmetric numeral systems."""
-    rows, columns, count, side_bytes, words = struct.unpack_from("<5I", data)
-    side = zlib.decompress(data[20 : 20 + side_bytes])[2 * columns + 2 * rows :]
+    rows, columns, count, scale_bytes, class_bytes, words = struct.unpack_from("<6I", data)
+    at = 24 + scale_bytes + class_bytes
+    side = zlib.decompress(data[24 + scale_bytes : at])
     by_column, by_row = np.frombuffer(side, np.int8, columns), np.frombuffer(side, np.int8, rows, columns)
     entries = np.frombuffer(side[rows + columns :], entropy_code._ENTRY)
-    tables = {int(entry["number"]): (entropy_code._starts(*entry.tolist()), int(entry["low"])) for entry in entries}
-    stream = iter(np.frombuffer(data, np.uint16, words, 20 + side_bytes).tolist())
+    tables = {
+        int(entry["number"]): (entropy_code._starts(entries[n : n + 1])[0], int(entry["low"]))
+        for n, entry in enumerate(entries)
+    }
+    stream = iter(np.frombuffer(data, np.uint16, words, at).tolist())
     states = [next(stream) << 16 | next(stream) for _ in range(count)]
     found = []
     for n in range(rows * columns):
@@ -62,7 +66,9 @@ def test_matrices_come_back(spread, shape):
 @pytest.mark.parametrize("spread", [0.3, 3.0, 100.0])
 def test_size_is_the_counted_one(spread):
     integers = matrix(512, 512, spread)
-    assert 8 * len(encode(integers)) == pytest.approx(integers.bits(), rel=0.01)
+    data = encode(integers)
+    assert 8 * len(data) == pytest.approx(integers.bits(), rel=0.01)
+    assert sum(parts(data + data).values()) == 2 * len(data)
 
 
 def test_damage_is_one_clear_error():

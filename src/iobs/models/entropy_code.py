@@ -4,8 +4,9 @@ The integers are coded by asymmetric numeral systems (Duda, 2013) with states of
 14 bits. Each class of integers has a table that two numbers make: a normal distribution whose spread is itself spread
 log-normally. Several interleaved states share one stream of words, so that a processor decodes them at once.
 
-    head     rows, columns, states, bytes of the side, words      5 uint32, little-endian like all numbers
-    side     compressed by zlib: steps and factors as bfloat16, classes of columns and rows as int8, tables of classes
+    head     rows, columns, states, bytes of scales and of classes, words      6 uint32, little-endian like all numbers
+    scales   compressed by zlib: steps and factors as bfloat16
+    classes  compressed by zlib: classes of columns and rows as int8, tables of classes
     words    uint16, the states first
     sums     CRC-32 of the tables as they were made, and of all before it
 
@@ -28,7 +29,7 @@ from iobs.core.integers import Classes, Integers, raw_bits
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
-_HEAD, _SUM = struct.Struct("<5I"), struct.Struct("<I")
+_HEAD, _SUM = struct.Struct("<6I"), struct.Struct("<I")
 _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "<i2"), ("high", "<i2")])
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
@@ -55,9 +56,8 @@ class Tables:
     @classmethod
     def of(cls, entries: NDArray[np.void]) -> Tables:
         """The tables that entries describe."""
-        found = [_starts(*entry) for entry in entries.tolist()]
-        places = np.cumsum([0, *map(len, found)])[:-1]
-        return cls(entries, np.concatenate(found), places.astype(np.int64))
+        starts, places = _starts(entries)
+        return cls(entries, starts, places)
 
 
 def encode(integers: Integers) -> bytes:
@@ -70,22 +70,13 @@ def encode(integers: Integers) -> bytes:
     numbers = np.unique(table)
     tables = Tables.of(np.array([_fitted(int(number), codes[table == number]) for number in numbers], _ENTRY))
     states = min(_MOST_STATES, -(-codes.size // _STATE_ENTRIES))
-    side = zlib.compress(
-        b"".join(
-            [
-                _planes(_half(integers.steps)),
-                _planes(_half(integers.factors)),
-                _small(classes.columns).tobytes(),
-                _small(classes.rows).tobytes(),
-                tables.entries.tobytes(),
-            ]
-        ),
-        9,
-    )
+    scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
+    numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
+    described = zlib.compress(numbers_of + tables.entries.tobytes(), 9)
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
-    head = _HEAD.pack(rows, columns, states, len(side), len(words))
-    whole = head + side + words.tobytes()
+    head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
+    whole = head + scales + described + words.tobytes()
     whole += _SUM.pack(zlib.crc32(tables.starts.tobytes()))
     return whole + _SUM.pack(zlib.crc32(whole))
 
@@ -107,32 +98,47 @@ def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
     return found
 
 
+def parts(data: bytes) -> dict[str, int]:
+    """Bytes of the parts of matrices that follow each other, in a form that `decode` reads."""
+    total = dict.fromkeys(("integers", "steps and factors", "classes and tables", "heads and sums"), 0)
+    while data:
+        _, _, _, scales, classes, words = _HEAD.unpack_from(data)
+        sizes = 2 * words, scales, classes, _HEAD.size + 2 * _SUM.size
+        total = {part: before + size for (part, before), size in zip(total.items(), sizes, strict=True)}
+        data = data[sum(sizes) :]
+    return total
+
+
 def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
     """The first matrix, and the bytes behind it."""
     from iobs.models import entropy_code_numba as kernel
 
+    damaged = ModelError(f"The code of {name} is truncated or damaged; copy the file again.")
     try:
-        rows, columns, states, side_bytes, count = _HEAD.unpack_from(data)
-        words_at = _HEAD.size + side_bytes
+        rows, columns, states, scale_bytes, class_bytes, count = _HEAD.unpack_from(data)
+        classes_at = _HEAD.size + scale_bytes
+        words_at = classes_at + class_bytes
         end = words_at + 2 * count
-        side = zlib.decompress(data[_HEAD.size : words_at])
-        steps, side = _from_planes(side, columns)
-        factors, side = _from_planes(side, rows)
-        by_column, side = np.frombuffer(side, np.int8, columns), side[columns:]
-        by_row, side = np.frombuffer(side, np.int8, rows), side[rows:]
-        tables = Tables.of(np.frombuffer(side, _ENTRY))
         (of_tables,), (of_bytes,) = _SUM.unpack_from(data, end), _SUM.unpack_from(data, end + _SUM.size)
+        if zlib.crc32(data[: end + _SUM.size]) != of_bytes:
+            raise damaged
+        scales = zlib.decompress(data[_HEAD.size : classes_at])
+        steps, scales = _from_planes(scales, columns)
+        factors, _ = _from_planes(scales, rows)
+        described = zlib.decompress(data[classes_at:words_at])
+        by_column = np.frombuffer(described, np.int8, columns)
+        by_row = np.frombuffer(described, np.int8, rows, columns)
+        tables = Tables.of(np.frombuffer(described[rows + columns :], _ENTRY))
     except (struct.error, zlib.error, ValueError, IndexError) as error:
-        raise ModelError(f"The code of {name} is truncated or damaged; copy the file again.") from error
-    possible = 1 <= states <= _MOST_STATES and count >= 2 * states
-    if zlib.crc32(data[: end + _SUM.size]) != of_bytes or not possible:
-        raise ModelError(f"The code of {name} is damaged; copy the file again.")
+        raise damaged from error
+    if not 1 <= states <= _MOST_STATES or count < 2 * states:
+        raise damaged
     if zlib.crc32(tables.starts.tobytes()) != of_tables:
         raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")
     words = np.frombuffer(data, np.uint16, count, words_at)
     codes = kernel.decoded(words, kernel.Coding(by_row, by_column, *_lookup(tables)), states)
     if codes is None:
-        raise ModelError(f"The code of {name} is damaged; copy the file again.")
+        raise damaged
     return Integers(torch.from_numpy(codes), steps, factors), data[end + 2 * _SUM.size :]
 
 
@@ -146,20 +152,29 @@ def _lookup(tables: Tables) -> tuple[NDArray[np.uint16], NDArray[np.int64], NDAr
     return tables.starts, places, least, raw
 
 
-def _starts(number: int, spread: int, tail: int, low: int, high: int) -> NDArray[np.uint16]:
-    """Cumulative frequencies of the integers `low` to `high` without raw bits, from 0 to 2^14."""
-    count = high - low + 1
-    shares = np.diff(_cumulative(number, spread, tail, low, high))
-    frequencies = 1 + np.floor(shares / shares.sum() * ((1 << PRECISION) - count)).astype(np.int64)
-    frequencies[np.argmax(frequencies)] += (1 << PRECISION) - frequencies.sum()
-    return np.concatenate([[0], np.cumsum(frequencies)]).astype(np.uint16)
+def _starts(entries: NDArray[np.void]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Cumulative frequencies of the symbols of classes, each from 0 to 2^14, and where each class begins."""
+    counts = entries["high"].astype(np.int64) - entries["low"] + 1
+    places = np.concatenate([[0], np.cumsum(counts + 1)[:-1]])
+    cumulative = _cumulative(entries)
+    starts = np.zeros(len(cumulative), np.uint16)
+    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+        shares = np.diff(cumulative[place : place + count + 1])
+        frequencies = 1 + (shares * (((1 << PRECISION) - count) / shares.sum())).astype(np.int64)
+        frequencies[shares.argmax()] += (1 << PRECISION) - frequencies.sum()
+        starts[place + 1 : place + count + 1] = np.cumsum(frequencies)
+    return starts, places
 
 
-def _cumulative(number: int, spread: int, tail: int, low: int, high: int) -> NDArray[np.float64]:
-    """The distribution function at the lower ends of the integers `low` to `high + 1`, without raw bits."""
-    ends = np.arange(low, high + 2, dtype=np.float64) * 2.0 ** raw_bits(number) - 0.5
-    sizes = 2.0 ** (spread / _OCTAVE) * np.exp(_TAILS * tail * _NODES)
-    shares: NDArray[np.float64] = _normal(ends[:, None] / sizes) @ (_SHARES / _SHARES.sum())
+def _cumulative(entries: NDArray[np.void]) -> NDArray[np.float64]:
+    """The distribution function of classes at the lower ends of the integers `low` to `high + 1`, without raw bits."""
+    low, counts = entries["low"].astype(np.int64), entries["high"].astype(np.int64) - entries["low"] + 2
+    owners = np.repeat(np.arange(len(entries)), counts)
+    symbols = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts) + low[owners]
+    units = np.array([2.0 ** raw_bits(number) for number in entries["number"].tolist()])
+    sizes = 2.0 ** (entries["spread"] / _OCTAVE)[:, None] * np.exp(_TAILS * entries["tail"][:, None] * _NODES)
+    ends: NDArray[np.float64] = symbols * units[owners] - 0.5
+    shares: NDArray[np.float64] = _normal(ends[:, None] / sizes[owners]) @ (_SHARES / _SHARES.sum())
     return shares
 
 
@@ -177,7 +192,7 @@ def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, 
     middle = round(math.log2(max(float(np.sqrt(np.mean(np.square(codes, dtype=np.float64)))), 2.0**-10)) * _OCTAVE)
 
     def length(spread: int, tail: int) -> float:
-        shares = np.diff(_cumulative(number, spread, tail, low, top))
+        shares = np.diff(_cumulative(np.array([(number, spread, tail, low, top)], _ENTRY)))
         return float(-counts @ np.log2(shares / shares.sum() * (1 - len(counts) / (1 << PRECISION)) + 2.0**-PRECISION))
 
     best, shortest = (middle, 0), length(middle, 0)

@@ -98,31 +98,29 @@ def _read(
 ) -> bool:
     """Read the integers of a matrix; False if they need more words or other classes than there are."""
     rows, columns, starts, places, least, raw = coding
-    at, lane, width = 0, 0, codes.shape[1]
+    at, lane, width, last = 0, 0, codes.shape[1], len(words) - 2
     for i in range(codes.shape[0]):
         for j in range(width):
-            number = int(rows[i]) + int(columns[j])
-            number = max(number, 0)
-            if number >= len(places) or at + 2 > len(words):
+            number = max(int(rows[i]) + int(columns[j]), 0)
+            if number >= len(places) or at > last:
                 return False
             x = states[lane]
             slot = x & (_WHOLE - 1)
             symbol = np.int64(slots[number, slot])
             place = places[number] + symbol
             start = np.int64(starts[place])
-            stop = np.int64(starts[place + 1])
-            frequency = stop - start
+            frequency = np.int64(starts[place + 1]) - start
             x = frequency * (x >> _BITS) + slot - start
-            if x < _LEAST:
-                x = (x << 16) | np.int64(words[at])
-                at += 1
+            few = np.int64(x < _LEAST)  # no branch: a processor would foretell it badly
+            x = (x << (few << 4)) | (np.int64(words[at]) & -few)
+            at += few
             code, bits = symbol + least[number], raw[number]
             if bits:
                 code = (code << bits) | (x & ((1 << bits) - 1))
                 x >>= bits
-                if x < _LEAST:
-                    x = (x << 16) | np.int64(words[at])
-                    at += 1
+                few = np.int64(x < _LEAST)
+                x = (x << (few << 4)) | (np.int64(words[at]) & -few)
+                at += few
             codes[i, j] = code
             states[lane] = x
             lane += 1
