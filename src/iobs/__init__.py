@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from iobs import openmp as _openmp  # noqa: F401 - sets how threads wait, before anything loads torch
+from iobs.registration import register as _register
 
 if _TYPE_CHECKING:
     from iobs import errors, transformers
@@ -49,6 +50,8 @@ if _TYPE_CHECKING:
     )
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
     from iobs.solvers import ADMM, OBC, SparseGPT, solve
+
+_register()
 
 __version__ = "0.1.0"
 __all__ = [

@@ -17,7 +17,7 @@ import iobs
 from iobs.cli import app
 from iobs.core.integers import Integers
 from iobs.errors import ModelError, OutputError
-from iobs.models.bitmasks import unpack, unpacked_bytes
+from iobs.models.packed_files import unpack, unpacked_bytes
 from iobs.models.packed import packed_share
 
 

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import iobs
 from iobs.errors import ModelError
-from iobs.models.bitmasks import unpack
+from iobs.models.packed_files import unpack
 
 
 def half_zero(size=16):

@@ -94,7 +94,7 @@ def measure_forms(
         ModelError: the model cannot be loaded, or has no known input.
         OutputError: the disk has too little room for the dense files of a packed model.
     """
-    from iobs.models.bitmasks import unpacked
+    from iobs.models.packed_files import unpacked
     from iobs.models.packed import is_packed
 
     with ExitStack() as stack:

@@ -43,7 +43,7 @@ def inspect(
     from rich.text import Text
 
     from iobs.core.formats import percent
-    from iobs.models.bitmasks import unpacked
+    from iobs.models.packed_files import unpacked
     from iobs.models.packed import is_packed
     from iobs.report import audit_table
 

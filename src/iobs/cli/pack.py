@@ -40,7 +40,7 @@ def pack(
     from iobs.cli.console import ConsoleSteps
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
-    from iobs.models.bitmasks import unpack, unpacked_bytes
+    from iobs.models.packed_files import unpack, unpacked_bytes
     from iobs.models.output import holds
     from iobs.models.packed import packed_share, save_packed
 

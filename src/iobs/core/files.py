@@ -12,14 +12,41 @@ from pathlib import Path
 from iobs.errors import ModelError, OutputError
 
 
+_LONGEST_HEADER = 2**27
+
+
 def expanded(path: str | Path) -> Path:
     """Expand "~" to the home folder; unchanged without such a folder, for which `Path.expanduser` raises."""
     return Path(os.path.expanduser(path))
 
 
+PACKED = "iobs_packed"  # key in the metadata of packed safetensors files
+
+
 def packed_hint(directory: Path) -> str:
     """Second half of an error message about missing weights: how to unpack them. Empty if no packed file is there."""
     return "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed")] else ""
+
+
+def is_packed_file(file: Path) -> bool:
+    """True if a safetensors file is packed; False for files that are damaged or no safetensors files."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else {}
+        return PACKED in header.get("__metadata__", {})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def require_dense(file: Path) -> None:
+    """Raise if a safetensors file is packed.
+
+    Raises:
+        ModelError: it is.
+    """
+    if is_packed_file(file):
+        raise ModelError(f"{file.parent} is packed; run iobs pack --unpack first.")
 
 
 def weight_index(directory: Path) -> Path | None:

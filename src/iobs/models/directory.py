@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from iobs.core.files import require_dense
 from iobs.errors import ModelError, first_line
 from iobs.models.conversions import Conversion, find_conversions, renaming
 from iobs.models.huggingface import check_directory
@@ -41,6 +42,7 @@ class Directory:
 
     def __post_init__(self) -> None:
         for file in check_directory(self.path, allow_pickle=False):
+            require_dense(file)
             self.shards[file], self.metadata[file] = read_entries(file)
         self._convert_by([renaming(name, name, entry) for name, entry in self._stored_entries().items()])
 

@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from iobs.core.files import expanded, packed_hint
+from iobs.core.files import expanded, is_packed_file, packed_hint
 from iobs.core.specs import file_and_function, file_of, is_function_spec
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task
+from iobs.models.packed_files import fill_from_files
 from iobs.models.sixteen_bits import stored_as_half
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
@@ -156,7 +157,10 @@ def load_directory(directory: Path, trust_remote_code: bool = False) -> LoadedMo
     if not weights.is_file():
         raise ModelError(f"{directory} has no weights: {WEIGHTS_NAME} is missing{packed_hint(directory)}.")
     try:
-        read_weights(loaded.module, weights)
+        if is_packed_file(weights):
+            fill_from_files(loaded.module, [weights])
+        else:
+            read_weights(loaded.module, weights)
     except SafetensorError as error:
         raise ModelError(f"{weights} is damaged ({error}); copy or write it again.") from error
     except RuntimeError as error:

@@ -24,9 +24,9 @@ from iobs.errors import ModelError, first_line
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.nemotron_nas import know_nemotron_nas
 from iobs.models.output import REPORTS, copy_companions
+from iobs.models.packed_files import dense_entries
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.vision_shim import ensure_torchvision
-from iobs.models.weights import read_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -168,7 +168,7 @@ def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
     counts: Counter[torch.dtype] = Counter()
     for file in files:
         try:
-            entries = read_entries(file)[0]
+            entries = dense_entries(file)
         except ModelError:  # dtypes that only transformers can read
             return None
         for entry in entries.values():
@@ -181,7 +181,7 @@ def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
 def _warn_narrowed(source: str | Path, module: nn.Module, files: Sequence[Path]) -> None:
     """Warn about weights that are rounded: the files hold them in a wider dtype than the network is loaded in."""
     state = module.state_dict()
-    entries = {name: entry for file in files for name, entry in read_entries(file)[0].items() if name in state}
+    entries = {name: entry for file in files for name, entry in dense_entries(file).items() if name in state}
     narrowed = [name for name, entry in entries.items() if entry.dtype.itemsize > state[name].dtype.itemsize]
     if narrowed:
         first = narrowed[0]

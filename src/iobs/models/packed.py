@@ -1,9 +1,9 @@
-"""Packed storage of weights in safetensors files: masks and nonzero values, or entropy codes (`bitmasks.py`).
+"""Packed storage of weights: entropy codes, grids with their scales, masks and nonzero values (`packed_files`).
 
 Files that are ready to run (`models.ready`) round the weights instead, and need no unpacking.
 
 At 50 % sparsity a bfloat16 matrix takes 1/16 + 1/2 = 56 % of its dense bytes. Tensors that packing would not shrink are
-stored unchanged. Packing and unpacking hold one tensor at a time in memory.
+stored unchanged. Packing and unpacking hold few tensors at a time in memory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from iobs.core.files import expanded, weight_files
+from iobs.core.files import expanded, is_packed_file, weight_files
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
-from iobs.models.bitmasks import SUFFIX, pack, scratch_beside, unpacked
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import check_output, copy_companions, output_directory
-from iobs.models.ready import ReadyFile, fill_packed, is_ready, read_ready, write_ready
+from iobs.models.packed_files import SUFFIX, files_with_codes, fill_from_files, pack_directory, scratch_beside
+from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.weights import DTYPES, unwrapped, write_weights
 from iobs.pruning.network.layers import library_class
@@ -38,8 +37,14 @@ def save_packed(
     path: str | Path,
     replaceable: Collection[str] = (),
     precision: Precision | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write the packed weights of a model, with its other files, into a new directory.
+
+    Without a precision, weights that are integers times steps (`iobs.Rate`) are stored as their entropy code, weights
+    on a grid as their multiples and scales, and other weights with zeros as a mask and the rest. A float32 tensor of
+    which all numbers are exact in 16 bits, as of a checkpoint in bfloat16, is stored so. Every tensor comes back bit
+    for bit, in its own dtype. `transformers` loads the directory with `from_pretrained` after `import iobs`.
 
     Args:
         model: a module, a `LoadedModel`, or a directory of safetensors files.
@@ -47,16 +52,22 @@ def save_packed(
         replaceable: names that may already be in the output directory and will be replaced.
         precision: the fewest bits of a weight, "bf16", "int8" or "int4": linear layers and convolutions of size 1 are
             rounded and stored ready to run. None: every weight is kept bit for bit.
+        dtype: `torch.bfloat16` or `torch.float16`, to which numbers without a code are rounded: embeddings that stayed
+            dense, norms, biases, weights with free values. They keep their dtype when they are loaded. None: none is.
 
     Raises:
         ModelError: the model directory holds no safetensors file, or a damaged one; no layer can be stored; or one is
-            stored already.
-        NonFiniteError: a weight that is rounded holds NaN or infinite entries.
-        ProblemError: the precision is unknown.
+            stored already, or quantised.
+        NonFiniteError: a weight that is rounded holds NaN or infinite entries, or is too large.
+        ProblemError: the precision or the dtype is unknown, or both are given.
         OutputError: the output directory is not empty or cannot be written, or its disk has too little room.
     """
     if precision is not None and precision not in PRECISIONS:
         raise ProblemError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}.")
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ProblemError(f"dtype must be torch.bfloat16, torch.float16 or None, got {dtype!r}.")
+    if precision is not None and dtype is not None:
+        raise ProblemError("Give precision or dtype, not both: a precision rounds every layer.")
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     module = model.module if isinstance(model, LoadedModel) else model
     if isinstance(module, nn.Module):
@@ -69,18 +80,16 @@ def save_packed(
             check_output(Path(path), replaceable=replaceable)
             assert isinstance(module, nn.Module)
             source = _written(model, stack.enter_context(scratch_beside(path, size_in_bytes(module))))
-        shards = weight_files(source)
-        if not shards:
-            raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
         with output_directory(Path(path), replaceable) as temporary:
-            copy_companions(source, temporary, keep_index=precision is None)
-            if precision is not None:
+            if precision is None:
+                pack_directory(source, temporary, dtype)
+            else:
+                if not weight_files(source):
+                    raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
+                copy_companions(source, temporary)
                 module = _module_of(model)
                 with stored_as_half(module):
                     write_ready(module, temporary / f"model{SUFFIX}", precision)
-                return expanded(path)
-            for shard in shards:
-                pack(shard, temporary / f"{shard.stem}{SUFFIX}")
     return expanded(path)
 
 
@@ -101,16 +110,12 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
     ready = _ready_file(expanded(path))
     if ready is not None and into is not None:
         return read_ready(ready).fill(into)
-    if ready is not None and _described(expanded(path)):
-        return open_packed(path).module
-    with unpacked(path) as scratch:
-        if into is not None:
-            return _filled(into, scratch)
-        if not _described(scratch):
-            raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
-        from iobs.models import load
-
-        return load(scratch).module
+    if into is not None:
+        return fill_from_files(into, _required_files(path))
+    if not _described(expanded(path)):
+        _required_files(path)
+        raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
+    return open_packed(path).module
 
 
 def _require_real(module: nn.Module) -> None:
@@ -127,10 +132,25 @@ def _require_real(module: nn.Module) -> None:
             )
 
 
+def _required_files(path: str | Path) -> list[Path]:
+    """The files of a packed directory without loss.
+
+    Raises:
+        ModelError: there are none.
+    """
+    files = files_with_codes(path)
+    if not files:
+        raise ModelError(f"{path} holds no packed file; give a directory that iobs pack wrote.")
+    return files
+
+
 def is_packed(path: str | Path) -> bool:
     """True if a path is a directory with packed files and no dense ones."""
     directory = expanded(path)
-    return directory.is_dir() and bool([*directory.glob(f"*{SUFFIX}")]) and not [*directory.glob("*.safetensors")]
+    if not directory.is_dir():
+        return False
+    dense = [*directory.glob("*.safetensors")]
+    return any(map(is_packed_file, dense)) or (bool([*directory.glob(f"*{SUFFIX}")]) and not dense)
 
 
 def is_ready_to_run(path: str | Path) -> bool:
@@ -141,7 +161,7 @@ def is_ready_to_run(path: str | Path) -> bool:
 def open_packed(
     path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", trust_remote_code: bool = False
 ) -> LoadedModel:
-    """Load a packed directory, with its tokenizer, to run it; it cannot be pruned or written.
+    """Load a packed directory, with its tokenizer, to run it. One that is ready to run cannot be pruned or written.
 
     Args:
         path: a directory of `save_packed` with config.json or iobs.json.
@@ -158,19 +178,18 @@ def open_packed(
     directory = expanded(path)
     ready = _ready_file(directory)
     if ready is None:
-        with unpacked(directory) as scratch:
-            loaded = load(scratch, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        _required_files(path)
+        return load(directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if torch.device(device).type != "cpu":
+        raise ProblemError(f"{path} is stored for the CPU, not for {device}; unpack it first: iobs pack --unpack.")
+    contents = read_ready(ready)
+    if (directory / CONFIG_NAME).is_file():
+        loaded = build_directory(directory, trust_remote_code)
+        contents.fill(loaded.module).to(dtype=dtype)
+        if dtype is None:
+            widen(loaded.module)
     else:
-        if torch.device(device).type != "cpu":
-            raise ProblemError(f"{path} is stored for the CPU, not for {device}; unpack it first: iobs pack --unpack.")
-        contents = read_ready(ready)
-        if (directory / CONFIG_NAME).is_file():
-            loaded = build_directory(directory, trust_remote_code)
-            contents.fill(loaded.module).to(dtype=dtype)
-            if dtype is None:
-                widen(loaded.module)
-        else:
-            loaded = _with_matrices(directory, contents, dtype, trust_remote_code)
+        loaded = _with_matrices(directory, contents, dtype, trust_remote_code)
     reason = f"{path} is packed and cannot be written again; unpack it first: iobs pack --unpack."
     return replace(loaded, source=str(path), writer=unwritable(reason))
 
@@ -219,7 +238,8 @@ def _module_of(model: nn.Module | LoadedModel | str | Path) -> nn.Module:
 def packed_share(source: str | Path, packed: str | Path) -> float:
     """Size of the packed weight files divided by the size of the dense weight files."""
     dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
-    return sum(os.path.getsize(file) for file in expanded(packed).glob(f"*{SUFFIX}")) / dense
+    written = [*expanded(packed).glob(f"*{SUFFIX}")] or files_with_codes(packed)
+    return sum(map(os.path.getsize, written)) / dense
 
 
 def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
@@ -230,11 +250,3 @@ def _written(model: nn.Module | LoadedModel, directory: Path) -> Path:
     else:
         write_weights(model, directory / WEIGHTS_NAME)
     return directory
-
-
-def _filled(module: nn.Module, directory: Path) -> nn.Module:
-    tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory):
-        tensors |= load_file(file)
-    fill_packed(module, tensors)
-    return module

@@ -62,6 +62,17 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
     return whole if len(whole) < tensor.nbytes else None
 
 
+def is_packed_tensor(tensor: Tensor) -> bool:
+    """True if a tensor of a file holds the bytes of a packed one."""
+    head = tensor[: len(MARK)] if tensor.dtype is torch.uint8 and tensor.ndim == 1 else tensor[:0]
+    return bytes(head.tolist()) == MARK
+
+
+def has_codes(data: bytes) -> bool:
+    """True if the bytes of a tensor are integers or on a grid."""
+    return data[len(MARK)] != _MASK
+
+
 def unpack_tensor(data: bytes, name: str) -> Tensor:
     """The tensor of some bytes.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -127,6 +128,13 @@ class ShardWriter:
         flat = tensor.detach().cpu().contiguous().flatten()
         self.opened.write(flat.view(torch.uint8).numpy().data)
         self.missing.discard(name)
+
+    def append(self, body: Path, names: Iterable[str]) -> None:
+        """Write the last tensors, whose bytes a file holds in their order."""
+        with body.open("rb") as opened:
+            self.opened.seek(self.start + min((self.places[name] for name in names), default=0))
+            shutil.copyfileobj(opened, self.opened)
+        self.missing.difference_update(names)
 
     def close(self) -> None:
         """Close the file; every tensor must have been written."""

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
-from iobs.core.files import packed_hint, weight_files
+from iobs.core.files import packed_hint, require_dense, weight_files
 from iobs.core.grids import BITS, Budget, by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.integers import Integers
 from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured, as_pattern
@@ -245,6 +245,7 @@ def _of_files(path: Path) -> Generator[Matrix]:
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
     for file in files:
+        require_dense(file)
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping

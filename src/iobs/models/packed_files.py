@@ -1,0 +1,364 @@
+"""Packed files without loss, written and read one tensor at a time.
+
+A packed file is a safetensors file. Its tensors have the names of the dense ones: packed tensors (`packed_tensors`) are
+lists of uint8, the others are stored as they are. A float32 tensor whose numbers are all exact in bfloat16 or float16
+is stored so. The metadata tell the version, the check sums of tensors that are stored as they are, and the dtypes of
+those that are stored in another one. A directory has the files of the dense model otherwise; its config.json names the
+quantiser with which transformers reads it (`iobs.quantizer`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from iobs.core.files import PACKED, expanded, is_packed_file, weight_files
+from iobs.errors import ModelError, NonFiniteError
+from iobs.models.output import copy_companions
+from iobs.models.packed_tensors import MOST_HEAD, entry_of, has_codes, pack_tensor, parts_of, unpack_tensor
+from iobs.models.ready import fill_packed, read_ready, weight_of
+from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_entries
+from iobs.pruning.runtime.scratch import scratch_folder
+
+SUFFIX = ".packed"  # of files that are ready to run
+_VERSION = 1
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_HALVES = (torch.bfloat16, torch.float16)
+_CONFIG, _QUANTIZATION = "config.json", "quantization_config"
+_QUANTIZER = {"quant_method": "iobs", "dequantize": True}
+
+
+# ---- Reading
+
+
+@dataclass
+class PackedFile:
+    """A packed file without loss.
+
+    Args:
+        file: its path.
+
+    Attributes:
+        entries: of the dense tensors, by name.
+        metadata: of the dense file.
+
+    Raises:
+        ModelError: it is no packed file, of another version, or damaged.
+    """
+
+    file: Path
+    entries: dict[str, Entry] = field(init=False)
+    metadata: dict[str, str] = field(init=False)
+    _sums: dict[str, int] = field(init=False)  # of tensors that are stored as they are
+    _stored: dict[str, Entry] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._stored, self.metadata = read_entries(self.file)
+        try:
+            stated = json.loads(self.metadata.pop(PACKED))
+            version = stated["version"]
+            if version == _VERSION:
+                self._sums = {str(name): int(value) for name, value in stated["sums"].items()}
+                dtypes = {str(name): _DTYPES[value] for name, value in stated["dtypes"].items()}
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
+        if version != _VERSION:
+            raise ModelError(f"{self.file} is a packed file of version {version}; install the iobs that wrote it.")
+        if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:
+            raise ModelError(f"{self.file} is damaged ({lost[0]!r} is not there); copy or pack it again.")
+        with self._opened() as opened:
+            found = {
+                name: entry if name in self._sums else entry_of(_bytes(opened.get_slice(name)[:MOST_HEAD]), name)
+                for name, entry in self._stored.items()
+            }
+        self.entries = {name: Entry(dtypes.get(name, entry.dtype), entry.shape) for name, entry in found.items()}
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, dense; as many are decoded at once as torch has threads.
+
+        Raises:
+            ModelError: the file is damaged.
+        """
+        workers = torch.get_num_threads()
+        with self._opened() as opened, ThreadPoolExecutor(workers) as pool:
+            coming: deque[tuple[str, Future[Tensor]]] = deque()
+            for name in self._stored:
+                coming.append((name, pool.submit(self._dense, name, opened.get_tensor(name))))
+                if len(coming) > workers:
+                    first, future = coming.popleft()
+                    yield first, future.result()
+            for name, future in coming:
+                yield name, future.result()
+
+    def check(self) -> None:
+        """Check every sum, without decoding.
+
+        Raises:
+            ModelError: the file is damaged.
+        """
+        for name, data in self._each():
+            if name not in self._sums:
+                parts_of(data, name)
+
+    def parts(self) -> dict[str, dict[str, int]]:
+        """Bytes of the parts of every tensor, by name; their sum is that of all tensors.
+
+        Raises:
+            ModelError: the file is damaged.
+        """
+        return {
+            name: {"dense": len(data)} if name in self._sums else parts_of(data, name) for name, data in self._each()
+        }
+
+    def _each(self) -> Iterator[tuple[str, bytes]]:
+        """The checked bytes of every tensor."""
+        with self._opened() as opened:
+            for name in self._stored:
+                data = _bytes(opened.get_tensor(name))
+                self._check_plain(name, data)
+                yield name, data
+
+    def _dense(self, name: str, stored: Tensor) -> Tensor:
+        if name in self._sums:
+            self._check_plain(name, _bytes(stored))
+        else:
+            stored = unpack_tensor(_bytes(stored), name)
+        return stored.to(self.entries[name].dtype)
+
+    def _check_plain(self, name: str, data: bytes) -> None:
+        if self._sums.get(name, zlib.crc32(data)) != zlib.crc32(data):
+            raise ModelError(f"{self.file} is damaged ({name!r} has changed); copy or pack it again.")
+
+    @contextmanager
+    def _opened(self) -> Iterator[safe_open]:
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                yield opened
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.file} is damaged ({error}); copy or pack it again.") from error
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def dense_entries(file: Path) -> dict[str, Entry]:
+    """The tensors of a file of weights by name, as they are when they are dense.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    return PackedFile(file).entries if is_packed_file(file) else read_entries(file)[0]
+
+
+def files_with_codes(path: str | Path) -> list[Path]:
+    """The files of a packed directory without loss; empty for other directories.
+
+    Raises:
+        ModelError: a file is missing, or not packed as the others are.
+    """
+    directory = expanded(path)
+    files = weight_files(directory) if directory.is_dir() else []
+    packed = [file for file in files if is_packed_file(file)]
+    if packed and len(packed) < len(files):
+        other = next(file for file in files if file not in packed)
+        raise ModelError(f"{other} is not packed, but others beside it are; pack the whole directory again.")
+    return packed
+
+
+def fill_from_files(module: nn.Module, files: Sequence[Path]) -> nn.Module:
+    """Fill a module of the same architecture with the tensors of packed files, few at a time, in their floating dtypes.
+
+    Raises:
+        ModelError: names or shapes differ, or a file is damaged; the module is unchanged then.
+    """
+    packed = [PackedFile(file) for file in files]
+    for each in packed:
+        each.check()
+    entries = {name: entry for each in packed for name, entry in each.entries.items()}
+    fill_packed(module, {name: torch.zeros((), dtype=e.dtype).expand(e.shape) for name, e in entries.items()})
+    own = {plain: name for name, plain in plain_names(module).items()}
+    state = module.state_dict()
+    for each in packed:
+        for name, tensor in each.read():
+            state[own.get(name, name)].copy_(tensor)
+    return module
+
+
+# ---- Writing
+
+
+def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a file of weights as a packed file, one tensor at a time.
+
+    Args:
+        shard: the file of weights.
+        target: the packed file.
+        dtype: to which numbers without codes are rounded; None: nothing is rounded.
+
+    Raises:
+        ModelError: the file is damaged, or packed already.
+        NonFiniteError: a number is too large for the dtype.
+    """
+    entries, metadata = read_entries(shard)
+    if PACKED in metadata:
+        raise ModelError(f"{shard} is packed already; unpack it first: iobs pack --unpack.")
+    packed: dict[str, Entry] = {}
+    plain: dict[str, Entry] = {}
+    dtypes: dict[str, str] = {}
+    body = target.with_name(f"{target.name}.body")
+    try:
+        with safe_open(shard, framework="pt") as opened, body.open("wb") as written:
+            for name in entries:
+                tensor = opened.get_tensor(name)
+                data, stored = _shortest(tensor, name, dtype)
+                if stored.dtype is not tensor.dtype:
+                    dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+                if data is None:
+                    plain[name] = Entry(stored.dtype, tuple(stored.shape))
+                else:
+                    packed[name] = Entry(torch.uint8, (len(data),))
+                    written.write(data)
+            # Wide elements first, packed tensors last: each then begins at a multiple of the size of its element.
+            plain = dict(sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize))
+            sums = {name: zlib.crc32(_bytes(opened.get_tensor(name).to(entry.dtype))) for name, entry in plain.items()}
+            stated = json.dumps({"version": _VERSION, "sums": sums, "dtypes": dtypes})
+        with safe_open(shard, framework="pt") as opened:
+            with ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated}) as writer:
+                for name, entry in plain.items():
+                    writer.put(name, opened.get_tensor(name).to(entry.dtype))
+                writer.append(body, packed)
+    except SafetensorError as error:
+        raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
+    finally:
+        body.unlink(missing_ok=True)
+
+
+def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[bytes | None, Tensor]:
+    """The packed tensor, None if it is stored as it is; and the tensor in the dtype that is stored."""
+    data = pack_tensor(tensor)
+    if dtype is not None and _is_wider(tensor, dtype) and not (data is not None and has_codes(data)):
+        rounded = tensor.to(dtype)
+        if bool((rounded.isinf() & ~tensor.isinf()).any()):
+            raise NonFiniteError(f"{name} has numbers that are too large for {dtype}; bfloat16 holds them.")
+        tensor, data = rounded, pack_tensor(rounded)
+    halves = [half for half in _HALVES if _is_wider(tensor, half) and torch.equal(tensor.to(half).to(tensor), tensor)]
+    if halves:
+        narrow = tensor.to(halves[0])
+        other = pack_tensor(narrow)
+        if (narrow.nbytes if other is None else len(other)) < (tensor.nbytes if data is None else len(data)):
+            return other, narrow
+    return data, tensor
+
+
+def _is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+
+
+def pack_directory(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+    """Write the packed files of a model directory, with its other files, into an existing directory.
+
+    Raises:
+        ModelError: the directory has no safetensors file or is quantised; a file is damaged.
+        NonFiniteError: as `pack`.
+    """
+    shards = weight_files(source)
+    if not shards:
+        raise ModelError(f"{source} holds no .safetensors file; give a directory that iobs prune wrote.")
+    copy_companions(source, target, keep_index=True)
+    config = target / _CONFIG
+    if config.is_file():
+        settings = _settings(config)
+        if _QUANTIZATION in settings:
+            reason = "it is packed already" if settings[_QUANTIZATION] == _QUANTIZER else "another tool quantised it"
+            raise ModelError(f"{source} cannot be packed: {reason}. Pack the dense model.")
+        _write_settings(config, {**settings, _QUANTIZATION: _QUANTIZER})
+    for shard in shards:
+        pack(shard, target / shard.name, dtype)
+
+
+def unpack(path: str | Path, directory: Path) -> None:
+    """Write the dense files of a packed directory into an existing directory.
+
+    Raises:
+        ModelError: the packed directory holds no packed file, or one is damaged or missing.
+    """
+    source = expanded(path)
+    ready = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else []
+    files = [] if ready else files_with_codes(source)
+    if not ready and not files:
+        raise ModelError(f"{source} holds no packed file; give a directory that iobs pack wrote.")
+    copy_companions(source, directory, keep_index=True)
+    for file in ready:
+        _unround(file, directory / f"{file.stem}.safetensors")
+    config = directory / _CONFIG
+    if files and config.is_file():
+        _write_settings(config, {name: value for name, value in _settings(config).items() if name != _QUANTIZATION})
+    for file in files:
+        packed = PackedFile(file)
+        with ShardWriter(directory / file.name, packed.entries, packed.metadata) as writer:
+            for name, tensor in packed.read():
+                writer.put(name, tensor)
+
+
+def _settings(config: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads(config.read_text(encoding="utf8")))
+    except ValueError as error:
+        raise ModelError(f"{config} is damaged; copy it again.") from error
+
+
+def _write_settings(config: Path, settings: dict[str, object]) -> None:
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf8")
+
+
+@contextmanager
+def unpacked(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder beside a packed directory with its dense files; it is removed at the end.
+
+    Raises:
+        ModelError: as `unpack`.
+        OutputError: the disk has too little room for the dense files.
+    """
+    with scratch_beside(path, unpacked_bytes(path)) as folder:
+        unpack(path, folder)
+        yield folder
+
+
+def unpacked_bytes(path: str | Path) -> int:
+    """Bytes of the dense tensors of a packed directory.
+
+    Raises:
+        ModelError: a packed file is damaged.
+    """
+    ready = sorted(expanded(path).glob(f"*{SUFFIX}"))
+    if ready:
+        return sum(tensor.nbytes for file in ready for tensor in read_ready(file).state.values())
+    return sum(entry.bytes for file in files_with_codes(path) for entry in PackedFile(file).entries.values())
+
+
+def scratch_beside(path: str | Path, needed_bytes: int) -> AbstractContextManager[Path]:
+    """A temporary folder on the disk of a packed directory."""
+    place = Path(os.path.realpath(expanded(path)))
+    return scratch_folder(place.parent, place.name, needed_bytes)
+
+
+def _unround(file: Path, target: Path) -> None:
+    """Write the dense weights of a file that is ready to run."""
+    contents = read_ready(file)
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in contents.state.items()}
+    layers = {weight_of(name): layer for name, layer in contents.layers.items()}
+    with ShardWriter(target, entries, {"format": "pt"}) as writer:
+        for name in entries:
+            writer.put(name, contents.tensors[name] if name in contents.tensors else layers[name].dense())
