@@ -68,7 +68,8 @@ def test_size_is_the_counted_one(spread):
     integers = matrix(512, 512, spread)
     data = encode(integers)
     assert 8 * len(data) == pytest.approx(integers.bits(), rel=0.01)
-    assert sum(parts(data + data).values()) == 2 * len(data)
+    entries, bytes_of = parts(data + data)
+    assert (entries, sum(bytes_of.values())) == (2 * 512 * 512, 2 * len(data))
 
 
 def test_damage_is_one_clear_error():

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
+from iobs.core.grids import stored_bits
 from iobs.core.integers import Integers
-from iobs.errors import ModelError, OutputError
-from iobs.models.packed_files import unpack, unpacked_bytes
+from iobs.errors import ModelError, NonFiniteError, OutputError, ProblemError
 from iobs.models.packed import packed_share
+from iobs.models.packed_files import unpack, unpacked_bytes
 
 
 def same_bits(a, b):
@@ -91,7 +92,7 @@ def test_load_packed_restores_a_language_model(shared_data, tmp_path):
 def test_load_packed_names_damaged_files(tmp_path):
     model, _ = two_sparse_layers()
     iobs.save_packed(model, tmp_path / "packed")
-    file = tmp_path / "packed" / "model.packed"
+    file = tmp_path / "packed" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-10])
     with pytest.raises(ModelError, match="cut short"):
@@ -99,7 +100,7 @@ def test_load_packed_names_damaged_files(tmp_path):
     file.write_bytes(b"nonsense" * 10)
     with pytest.raises(ModelError, match="damaged"):
         iobs.load_packed(tmp_path / "packed", into=model)
-    with pytest.raises(ModelError, match=r"no \.packed file"):
+    with pytest.raises(ModelError, match="no packed file"):
         iobs.load_packed(tmp_path / "nowhere")
 
 
@@ -113,9 +114,9 @@ def test_unpack_names_a_missing_shard_and_writes_nothing(tmp_path):
     iobs.save_packed(tmp_path / "model", tmp_path / "packed")
     run = ["pack", "--unpack", str(tmp_path / "packed"), "-o", str(tmp_path / "back")]
     assert CliRunner().invoke(app, run).exit_code == 0
-    (tmp_path / "packed" / "model-00001-of-00003.packed").unlink()
+    (tmp_path / "packed" / "model-00001-of-00003.safetensors").unlink()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"lacks 1 packed files, model-00001-of-00003\.packed"):
+    with pytest.raises(ModelError, match=r"model-00001-of-00003\.safetensors is missing"):
         unpack(tmp_path / "packed", tmp_path / "empty")
     assert not list((tmp_path / "empty").iterdir())
     (tmp_path / "packed" / index.name).write_text("{}")
@@ -161,14 +162,12 @@ def test_packing_takes_no_room_in_the_default_temporary_folder(tmp_path, monkeyp
     assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]
 
 
-def test_unpacking_asks_for_room_first(tmp_path, monkeypatch):
+def test_packing_asks_for_room_first(tmp_path, monkeypatch):
     model, _ = two_sparse_layers()
     iobs.save_packed(model, tmp_path / "packed")
     dense = sum(value.nbytes for value in model.state_dict().values())
     assert unpacked_bytes(tmp_path / "packed") == dense
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=dense - 1))
-    with pytest.raises(OutputError, match="Temporary files need"):
-        iobs.load_packed(tmp_path / "packed", into=model)
     with pytest.raises(OutputError, match="Temporary files need"):
         iobs.save_packed(model, tmp_path / "again")
     assert [entry.name for entry in tmp_path.iterdir()] == ["packed"]
@@ -227,16 +226,56 @@ def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"version": 2, "tensors": {}}, "version 2"),
-        ({"version": 1, "tensors": {"weight": ["float32", "a"]}}, "no packed file"),
-        ({"version": 1, "tensors": {"weight": ["nn", 3, 3]}}, "no packed file"),
-        ({"version": 1, "tensors": {"weight": ["float32", 3, 3]}}, "is not there"),
-        ({"version": 1, "tensors": 3}, "no packed file"),
+        ({"version": 99}, "version 99"),
+        ({"version": 1, "sums": {"bias": "a"}, "dtypes": {}}, "no packed file"),
+        ({"version": 1, "sums": {}, "dtypes": {"bias": "nn"}}, "no packed file"),
+        ({"version": 1, "sums": {"weight": 1}, "dtypes": {}}, "is not there"),
+        ({"version": 1, "sums": {}, "dtypes": {}}, "'bias' is truncated or damaged"),
+        (3, "no packed file"),
     ],
 )
-def test_damaged_metadata_of_codes_is_one_clear_error(stated, message, tmp_path):
+def test_damaged_metadata_is_one_clear_error(stated, message, tmp_path):
     (tmp_path / "packed").mkdir()
-    metadata = {"iobs_shapes": "{}", "iobs_coded": json.dumps(stated)}
-    save_file({"bias": torch.ones(3)}, tmp_path / "packed" / "model.packed", metadata)
+    metadata = {"iobs_packed": json.dumps(stated)}
+    save_file({"bias": torch.ones(3)}, tmp_path / "packed" / "model.safetensors", metadata)
     with pytest.raises(ModelError, match=message):
         unpacked_bytes(tmp_path / "packed")
+
+
+def test_numbers_of_a_checkpoint_in_bfloat16_take_16_bits_and_come_back_in_32(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Embedding(64, 32)
+    model.weight.data.copy_(model.weight.data.bfloat16())
+    iobs.save_packed(model, tmp_path / "packed")
+    assert (tmp_path / "packed" / "model.safetensors").stat().st_size < 2 * 64 * 32 + 400
+    again = iobs.load_packed(tmp_path / "packed", into=nn.Embedding(64, 32))
+    assert same_bits(again.weight.data, model.weight.data)
+
+
+def test_the_rest_is_rounded_on_demand(tmp_path):
+    torch.manual_seed(0)
+    codes = (torch.randn(64, 64) * 3).round().to(torch.int32)
+    model = nn.Linear(64, 64)
+    model.weight.data = Integers(codes, torch.full((64,), 0.75), torch.ones(64)).weight(torch.float32)
+    iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
+    again = iobs.load_packed(tmp_path / "packed", into=nn.Linear(64, 64))
+    assert same_bits(again.weight.data, model.weight.data)
+    assert same_bits(again.bias.data, model.bias.data.bfloat16().float())
+    with pytest.raises(ProblemError, match="not both"):
+        iobs.save_packed(model, tmp_path / "other", precision="int8", dtype=torch.bfloat16)
+    model.bias.data[0] = 1e30
+    with pytest.raises(NonFiniteError, match="bias has numbers"):
+        iobs.save_packed(model, tmp_path / "other", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pattern", [iobs.Grid(3), iobs.Unstructured(0.5) & iobs.Grid(4, 32), iobs.Grid(8)], ids=str)
+def test_grids_take_mask_codes_and_scales_and_no_more(pattern, dtype, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128, bias=False).to(dtype))
+    iobs.prune(model, torch.randn(64, 256).to(dtype), pattern, "one-shot", include="*")
+    iobs.save_packed(model, tmp_path / "packed")
+    size = (tmp_path / "packed" / "model.safetensors").stat().st_size
+    assert 8 * (size - 400) <= stored_bits(pattern, (128, 256))
+    again = iobs.load_packed(tmp_path / "packed", into=nn.Sequential(nn.Linear(256, 128, bias=False).to(dtype)))
+    assert torch.equal(again[0].weight, model[0].weight)

@@ -1,5 +1,8 @@
 """A packed directory that contradicts itself, or lacks tensors of the module, is an error and never wrong weights."""
 
+import struct
+import zlib
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -26,67 +29,71 @@ def rewrite(file, change):
     save_file(tensors, file, metadata)
 
 
-def clear_bit(tensors):
-    mask = tensors["weight:mask"]
-    byte = int((mask != 0).nonzero()[0])
-    mask[byte] = mask[byte] & (mask[byte] - 1)
+def signed(data):
+    """Changed bytes of a packed tensor with the sum of them, as a hostile file has."""
+    return torch.frombuffer(bytearray(data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))), dtype=torch.uint8)
 
 
-def set_bit(tensors):
-    mask = tensors["weight:mask"]
-    byte = int((mask == 0).nonzero()[0])
-    mask[byte] = 1
+def changed(place, value):
+    """The packed tensor of `half_zero` with some bytes from a place on replaced; its head has 19 bytes."""
+
+    def change(tensors):
+        data = bytearray(tensors["weight"].numpy().tobytes())
+        data[place : place + len(value)] = value
+        tensors["weight"] = signed(bytes(data))
+
+    return change
 
 
-def drop_value(tensors):
-    tensors["weight:values"] = tensors["weight:values"][:-1].clone()
+def cut(tensors):
+    tensors["weight"] = signed(tensors["weight"].numpy().tobytes()[:-8])
 
 
-def keep_one_value(tensors):
-    # One value would be broadcast into every place of the mask.
-    tensors["weight:values"] = tensors["weight:values"][:1].clone()
+def flip(tensors):
+    tensors["weight"][40] ^= 1
 
 
-@pytest.mark.parametrize("change", [clear_bit, set_bit, drop_value, keep_one_value])
-def test_unpack_raises_if_mask_and_values_disagree(change, tmp_path):
+CHANGES = {
+    "a bit flipped": flip,
+    "cut": cut,
+    "a bit of the mask set": changed(19, b"\x01"),
+    "a bit of the mask cleared": changed(20, b"\0"),
+    "another shape": changed(11, struct.pack("<2I", 16, 8)),
+    "a huge shape": changed(11, struct.pack("<2I", 2**31, 2**31)),
+    "another dtype": changed(9, b"\x02"),
+    "an unknown dtype": changed(9, b"\xee"),
+    "an unknown form": changed(8, b"\xee"),
+    "another mark": changed(0, b"x"),
+    "other dimensions": changed(10, b"\xff"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changed_tensors_are_one_clear_error(change, tmp_path):
     iobs.save_packed(half_zero(), tmp_path / "packed")
-    rewrite(tmp_path / "packed" / "model.packed", change)
+    rewrite(tmp_path / "packed" / "model.safetensors", change)
     (tmp_path / "dense").mkdir()
-    with pytest.raises(ModelError, match=r"mask and the values of 'weight' do not agree"):
+    with pytest.raises(ModelError, match=r"'weight' is truncated or damaged"):
         unpack(tmp_path / "packed", tmp_path / "dense")
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        "[1]",
-        '{"weight": 5}',
-        '{"weight": [-16, -16]}',
-        '{"weight": [16, 32]}',
-        '{"weight": [1099511627776]}',
-        '{"x": [4]}',
-    ],
-)
-def test_unpack_refuses_shapes_that_the_masks_do_not_have(shapes, tmp_path):
-    """No room is taken for a shape before its mask is found."""
-    iobs.save_packed(half_zero(), tmp_path / "packed")
-    file = tmp_path / "packed" / "model.packed"
-    with safe_open(file, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 - not a mapping
-    save_file(tensors, file, {"iobs_shapes": shapes})
-    (tmp_path / "dense").mkdir()
-    with pytest.raises(ModelError, match=r"model\.packed is damaged \(shape, mask and values"):
-        unpack(tmp_path / "packed", tmp_path / "dense")
-    assert not [*(tmp_path / "dense").iterdir()]
+def test_a_changed_tensor_without_code_is_one_clear_error_and_no_weight_is_touched(tmp_path):
+    model = torch.nn.Sequential(half_zero(), torch.nn.LayerNorm(16))
+    iobs.save_packed(model, tmp_path / "packed")
+    rewrite(tmp_path / "packed" / "model.safetensors", lambda tensors: tensors["1.weight"].mul_(2))
+    other = torch.nn.Sequential(half_zero(), torch.nn.LayerNorm(16))
+    before = other[0].weight.clone()
+    with pytest.raises(ModelError, match=r"'1\.weight' has changed"):
+        iobs.load_packed(tmp_path / "packed", into=other)
+    assert torch.equal(other[0].weight, before)
 
 
-@pytest.mark.parametrize("part", ["mask", "values"])
-def test_unpack_refuses_a_tensor_without_mask_or_values(part, tmp_path):
+def test_readers_of_dense_files_say_that_a_directory_is_packed(tmp_path):
     iobs.save_packed(half_zero(), tmp_path / "packed")
-    rewrite(tmp_path / "packed" / "model.packed", lambda tensors: tensors.pop(f"weight:{part}"))
-    (tmp_path / "dense").mkdir()
-    with pytest.raises(ModelError, match="mask and values of 'weight'"):
-        unpack(tmp_path / "packed", tmp_path / "dense")
+    for read in (iobs.audit, lambda path: iobs.save_packed(path, tmp_path / "twice")):
+        with pytest.raises(ModelError, match=r"is packed.*--unpack"):
+            read(tmp_path / "packed")
+    assert not (tmp_path / "twice").exists()
 
 
 def test_damaged_weights_are_not_packed(tmp_path):

@@ -95,7 +95,7 @@ def snapped(weight: Tensor, scales: Tensor, grid: Grid, dtype: torch.dtype) -> T
     Returns:
         (rows, columns), in the dtype.
     """
-    codes = (weight / over_columns(scales, grid, weight.shape[1])).round()
+    codes = (weight / over_columns(scales, grid, weight.shape[1])).round() + 0.0  # as codes have no negative zero
     wide = torch.promote_types(dtype, torch.float32)
     spread = over_columns(in_16_bits(scales, dtype), grid, weight.shape[1])
     return (codes.to(wide) * spread.to(wide)).to(dtype)

@@ -98,15 +98,16 @@ def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
     return found
 
 
-def parts(data: bytes) -> dict[str, int]:
-    """Bytes of the parts of matrices that follow each other, in a form that `decode` reads."""
-    total = dict.fromkeys(("integers", "steps and factors", "classes and tables", "heads and sums"), 0)
+def parts(data: bytes) -> tuple[int, dict[str, int]]:
+    """Entries of matrices that follow each other, and bytes of their parts, from bytes that `decode` reads."""
+    entries, total = 0, dict.fromkeys(("integers", "steps and factors", "classes and tables", "heads and sums"), 0)
     while data:
-        _, _, _, scales, classes, words = _HEAD.unpack_from(data)
+        rows, columns, _, scales, classes, words = _HEAD.unpack_from(data)
         sizes = 2 * words, scales, classes, _HEAD.size + 2 * _SUM.size
+        entries += rows * columns
         total = {part: before + size for (part, before), size in zip(total.items(), sizes, strict=True)}
         data = data[sum(sizes) :]
-    return total
+    return entries, total
 
 
 def _first(data: bytes, name: str) -> tuple[Integers, bytes]:

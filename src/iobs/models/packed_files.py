@@ -307,6 +307,7 @@ def unpack(path: str | Path, directory: Path) -> None:
         _write_settings(config, {name: value for name, value in _settings(config).items() if name != _QUANTIZATION})
     for file in files:
         packed = PackedFile(file)
+        packed.check()  # no room is taken for a shape that is not true
         with ShardWriter(directory / file.name, packed.entries, packed.metadata) as writer:
             for name, tensor in packed.read():
                 writer.put(name, tensor)

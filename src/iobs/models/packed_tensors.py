@@ -114,19 +114,22 @@ def parts_of(data: bytes, name: str) -> dict[str, int]:
         ModelError: it is truncated or changed.
     """
     entry, form, body = _opened(data, name)
-    rest = len(data) - len(body)
+    rest, mask = len(data) - len(body), (math.prod(entry.shape) + 7) // 8
     if form == _MASK:
-        mask = (math.prod(entry.shape) + 7) // 8
+        if len(body) < mask:
+            raise _damaged(name)
         return {"masks": mask, "values": len(body) - mask, "heads and sums": rest}
     own: dict[str, int] = {}
     if form == _GRID:
         *_, masked, _, scales = _GRID_HEAD.unpack_from(body)
-        own = {"scales of grids": scales, "masks": (math.prod(entry.shape) + 7) // 8 if masked else 0}
+        own = {"scales of grids": scales, "masks": mask if masked else 0}
         rest += _GRID_HEAD.size
         body = body[_GRID_HEAD.size + sum(own.values()) :]
-    parts = entropy_code.parts(body) | own
+    entries, parts = entropy_code.parts(body)
+    if not own and entries != math.prod(entry.shape):
+        raise _damaged(name)
     parts["heads and sums"] += rest
-    return parts
+    return parts | own
 
 
 def _opened(data: bytes, name: str) -> tuple[Entry, int, bytes]:
