@@ -29,7 +29,7 @@ def inspect(
     """Audit a model directory: count the zeros of every matrix; fewer zeros than requested are an error.
 
     The requested zeros are those in report.json, if it exists, and those of --pattern. report.json also names the
-    pruned layers.
+    pruned layers. Of a packed directory every sum is checked, and the bytes of its parts are shown.
 
     Args:
         directory: A directory with safetensors files, or a packed one.
@@ -43,9 +43,11 @@ def inspect(
     from rich.text import Text
 
     from iobs.core.formats import percent
-    from iobs.models.packed_files import unpacked
     from iobs.models.packed import is_packed
+    from iobs.models.packed_costs import costs_of
+    from iobs.models.packed_files import files_with_codes, unpacked
     from iobs.report import audit_table
+    from iobs.report.costs import costs_as_json, costs_lines, costs_table
 
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"
@@ -54,13 +56,15 @@ def inspect(
         if is_packed(directory):
             files = stack.enter_context(unpacked(directory))
         result = _audit(directory, files, pattern, trust_remote_code)
+    costs = costs_of(directory) if files_with_codes(directory) else None
     rows, sparse, stray = result.rows, result.sparse, result.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
     if talk.as_json:
         layers = [{"layer": row.name, "shape": row.shape, "zeros": row.zeros} for row in rows]
         pruned = [row.name for row in sparse]
+        packed = {} if costs is None else {"bytes": costs_as_json(costs)}
         console.print_json(
-            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": result.checked, "layers": layers}
+            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": result.checked, "layers": layers, **packed}
         )
         return
     out = console.output_console()
@@ -79,6 +83,10 @@ def inspect(
         out.print(line)
     for line in result.checked:
         out.print(Text.assemble(("✓", "green"), " ", line))
+    if costs is not None:
+        out.print(costs_table(costs))
+        for line in costs_lines(costs):
+            out.print(line, soft_wrap=True)
 
 
 @dataclass

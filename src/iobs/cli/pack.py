@@ -10,8 +10,8 @@ import typer
 
 from iobs.cli import console, options
 
-# File names by which an output of this command is known, packed and dense: only such an output is replaced.
-_MARKS = {False: ("*.packed",), True: ("recipe.yaml", "iobs.json")}
+# File names by which an output of this command is known, packed, ready to run, and dense: only such ones are replaced.
+_PACKED, _READY, _DENSE = ("*.safetensors",), ("*.packed",), ("recipe.yaml", "iobs.json")
 
 
 @options.command
@@ -19,37 +19,49 @@ def pack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", callback=options.written_directory)],
     output: options.Output = None,
     precision: str | None = None,
+    dtype: str | None = None,
     back: Annotated[bool, typer.Option("--unpack")] = False,
     overwrite: options.Overwrite = False,
     talk: options.Talk = options.Talk(),  # noqa: B008 - frozen
 ) -> None:
-    """Store a pruned model as bit masks and nonzero values: losslessly, or with --precision ready to run.
+    """Store a pruned model in fewer bytes: losslessly, or with --precision ready to run.
+
+    Integers of --pattern rate:3 are stored as their code, weights on a grid as multiples and scales, others with zeros
+    as bit masks and nonzero values. transformers loads the directory after "import iobs".
 
     Args:
         directory: A directory that iobs prune wrote.
         output (DIR): Output directory; DIR.packed by default, DIR.dense with --unpack.
         precision (bf16|int8|int4): Round linear layers to at least this and store them ready to run. By default
             nothing is rounded.
+        dtype (bfloat16|float16): Round only what has no code: embeddings that stayed dense, norms, biases.
         back: Convert a packed directory back to dense files.
 
     Examples:
         iobs pack OUT  # writes OUT.packed
+        iobs pack OUT --dtype bfloat16  # norms, biases and what stayed dense in 16 bits
         iobs pack OUT --precision int8  # rounded, for iobs run and iobs evaluate as it is
         iobs pack --unpack OUT.packed -o DENSE  # ordinary files again
     """
     from iobs.cli.console import ConsoleSteps
+    from iobs.cli.loading import checked_dtype
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
     from iobs.models.packed_files import unpack, unpacked_bytes
     from iobs.models.output import holds
-    from iobs.models.packed import packed_share, save_packed
+    from iobs.models.packed import is_packed, is_ready_to_run, packed_share, save_packed
 
+    if dtype is not None and (back or precision is not None or dtype not in ("bfloat16", "float16")):
+        apart = "it goes without --unpack and --precision"
+        names = apart if back or precision is not None else f"{dtype!r} is not one of bfloat16, float16"
+        raise typer.BadParameter(names, param_hint="--dtype")
     if precision is not None and (back or precision not in PRECISIONS):
         names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"
         raise typer.BadParameter(names, param_hint="--precision")
     target = output or beside(directory, "dense" if back else "packed")
     out = console.output_console()
-    replaceable = names_to_replace(target, _MARKS[back], overwrite)
+    marks = _DENSE if back else _PACKED if is_packed(target) and not is_ready_to_run(target) else _READY
+    replaceable = names_to_replace(target, marks, overwrite)
     if replaceable and holds(target, directory):
         reason = "this is the directory that is read, or holds it; give another one"
         raise typer.BadParameter(reason, param_hint="--output / -o")
@@ -63,7 +75,7 @@ def pack(
             out.print(f"Written: {target}")
         return
     with ConsoleSteps("packing"):
-        save_packed(directory, target, replaceable, precision)
+        save_packed(directory, target, replaceable, precision, checked_dtype(dtype))
     share = packed_share(directory, target)
     if talk.as_json:
         console.print_json({"output": str(target), "share_of_dense_bytes": share})

@@ -41,6 +41,7 @@ _TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+_BESIDE_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 _LOG = logging.getLogger("iobs")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -332,6 +333,11 @@ def _before_the_first(module: nn.Module) -> int:
 def has_tokenizer(directory: Path) -> bool:
     """Check that a directory holds tokenizer files."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def is_tokenizer_file(file: Path) -> bool:
+    """True if a file of a model directory belongs to its tokenizer."""
+    return file.name in _TOKENIZER_FILES or file.name in _BESIDE_TOKENIZERS
 
 
 @contextmanager
