@@ -34,6 +34,7 @@ _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
 _TAIL_UNITS = 8
+_CHANGES = ((0, 1), (0, -1), (1, 0), (-1, 0), (-1, 1), (1, -1))
 _NODES, _SHARES = np.polynomial.hermite_e.hermegauss(7)
 _STATE_ENTRIES = 4096  # entries of a matrix for each state
 _MOST_STATES = 32
@@ -192,18 +193,20 @@ def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, 
     counts = np.bincount(high - low)
     middle = round(math.log2(max(float(np.sqrt(np.mean(np.square(codes, dtype=np.float64)))), 2.0**-10)) * _OCTAVE)
 
-    def length(spread: int, tail: int) -> float:
-        shares = np.diff(_cumulative(np.array([(number, spread, tail, low, top)], _ENTRY)))
-        return float(-counts @ np.log2(shares / shares.sum() * (1 - len(counts) / (1 << PRECISION)) + 2.0**-PRECISION))
+    def lengths(places: list[tuple[int, int]]) -> list[float]:
+        cumulative = _cumulative(np.array([(number, *place, low, top) for place in places], _ENTRY))
+        shares = np.diff(cumulative.reshape(len(places), -1))
+        shares *= (1 - len(counts) / (1 << PRECISION)) / shares.sum(1, keepdims=True)
+        found: list[float] = (-np.log2(shares + 2.0**-PRECISION) @ counts).tolist()
+        return found
 
-    best, shortest = (middle, 0), length(middle, 0)
-    moved = low < top
-    while moved:  # one number after the other, downhill
-        moved = False
-        for change in ((0, 1), (0, -1), (1, 0), (-1, 0), (-1, 1), (1, -1)):
-            spread, tail = best[0] + change[0], best[1] + change[1]
-            if 0 <= tail <= _TAIL_UNITS and -128 <= spread <= 127 and (found := length(spread, tail)) < shortest:
-                best, shortest, moved = (spread, tail), found, True
+    known: dict[tuple[int, int], float] = {}
+    best, coming = (middle, 0), [(middle, 0)]
+    while coming:  # downhill, one or both numbers at a time
+        known |= zip(coming, lengths(coming), strict=True)
+        best = min(known, key=lambda place: known[place])
+        around = [(best[0] + spread, best[1] + tail) for spread, tail in _CHANGES]
+        coming = [place for place in around if place not in known and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS]
     return number, *best, low, top
 
 

@@ -113,7 +113,8 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
     if into is not None:
         return fill_from_files(into, _required_files(path))
     if not _described(expanded(path)):
-        _required_files(path)
+        if ready is None:
+            _required_files(path)
         raise ModelError(f"{path} does not say what module it holds; give one: load_packed(path, into=module).")
     return open_packed(path).module
 

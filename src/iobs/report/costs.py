@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from iobs.models.packed_costs import PackedCosts
@@ -12,7 +13,7 @@ _ROWS = 16  # groups of tensors in the table; those of fewer bytes are one row
 
 def costs_table(costs: PackedCosts) -> Table:
     """Table of groups of tensors (rows) by entries, bits and bytes."""
-    table = Table(title="Bytes of the packed weights", title_justify="left", header_style="bold")
+    table = Table(title="Bytes of the packed weights", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
     table.add_column("tensors", overflow="fold")
     for name in ("number", "entries", "bits each", "bytes"):
         table.add_column(name, justify="right")
