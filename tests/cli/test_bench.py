@@ -151,7 +151,7 @@ def test_bench_measures_dense_and_stored_forms(tmp_path, real_figures):
     run = invoked(str(EMBEDDED), "--tokens", "4", "--repetitions", "1", "--plot", str(tmp_path / "x.svg"), "--json")
     assert run.exit_code == 0, run.output
     rows = json.loads(run.stdout)["forms"]
-    assert [row["form"] for row in rows] == ["dense float32", "dense bfloat16", "iobs int8"]
+    assert [row["form"] for row in rows] == ["dense float32", "dense bfloat16", "dense int8", "iobs int8"]
     buffers = sum(buffer.nbytes for buffer in models.load().module.buffers())  # rotary: float32 in every form
     assert rows[0]["bytes"] - buffers == 2 * (rows[1]["bytes"] - buffers)
     assert all(row["speed"] > 0 for row in rows)
@@ -232,7 +232,7 @@ def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, 
     monkeypatch.setattr(memory, "available", lambda: free)
     monkeypatch.setattr(benching, "_measure_together", lambda workload, dense, forms, *_: groups.append(forms) or [])
     assert [*benching.measure_forms(workload(EMBEDDED), 1)] == []
-    forms = ["float32", "bfloat16", "stored"]
+    forms = ["float32", "bfloat16", "filled", "stored"]
     assert groups == ([[form] for form in forms] if free == 1 else [forms])
 
 

@@ -12,6 +12,7 @@ from short_options import ONE_SHOT
 
 import iobs
 from iobs import models
+from iobs.core.integers import Integers
 from iobs.models import skeleton
 from iobs.report import read_report, write_report
 
@@ -133,3 +134,20 @@ def test_inspect_checks_a_pattern_without_the_weights_in_memory(run, tmp_path, m
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
     quick = json.loads(run(*inspected).stdout)
     assert quick == slow
+
+
+def test_packed_directory_shows_its_bytes_part_by_part(run, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    codes = (torch.randn(64, 64) * 3).round().to(torch.int32)
+    model[0].weight.data = Integers(codes, torch.full((64,), 0.75), torch.ones(64)).weight(torch.float32)
+    packed = iobs.save_packed(model, tmp_path / "packed")
+    (packed / "tokenizer.json").write_text("{}")
+    found = json.loads(run("inspect", packed, "--json").stdout)["bytes"]
+    assert found["weights"] == sum(found["parts"].values()) == (packed / "model.safetensors").stat().st_size
+    assert found["parts"]["dense"] == 4 * 64 + 2 * 64  # the norm is exact in 16 bits, its bias is zero
+    assert (found["tokenizer"], found["others"]) == (2, 0)
+    assert "integers: " in run("inspect", packed).stdout
+    with (packed / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert "of which are used" in run("inspect", packed, code=2).stderr

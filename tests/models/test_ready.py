@@ -23,8 +23,8 @@ from iobs.inference.formats import bytes_of, require_valid
 from iobs.inference.modules import StoredEmbedding
 from iobs.inference.storing import replace_layers, smallest_format, stored_matrices
 from iobs.models import EMBEDDED
-from iobs.models.packed_files import unpack
 from iobs.models.packed import is_packed, open_packed
+from iobs.models.packed_files import unpack
 
 ERRORS = {"bf16": 5e-3, "int8": 3e-2, "int4": 0.25}
 

@@ -35,6 +35,9 @@ def bench(
 ) -> None:
     """Measure tokens or images a second, bytes and memory on the CPU: dense, and with the zeros used.
 
+    The last dense form is stored as the model is, in 8 bits by default, but without zeros: what zeros give is what the
+    model gains over it.
+
     Args:
         model (MODEL): A directory that iobs prune or iobs pack wrote.
         tokens: New tokens, or images, of one repetition.

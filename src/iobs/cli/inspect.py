@@ -64,7 +64,14 @@ def inspect(
         pruned = [row.name for row in sparse]
         packed = {} if costs is None else {"bytes": costs_as_json(costs)}
         console.print_json(
-            {"zeros": zeros, "weights": weights, "pruned": pruned, "checked": result.checked, "layers": layers, **packed}
+            {
+                "zeros": zeros,
+                "weights": weights,
+                "pruned": pruned,
+                "checked": result.checked,
+                "layers": layers,
+                **packed,
+            }
         )
         return
     out = console.output_console()

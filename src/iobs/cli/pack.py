@@ -47,9 +47,9 @@ def pack(
     from iobs.cli.loading import checked_dtype
     from iobs.inference.choices import PRECISIONS
     from iobs.models import beside, check_output, names_to_replace, output_directory
-    from iobs.models.packed_files import unpack, unpacked_bytes
     from iobs.models.output import holds
     from iobs.models.packed import is_packed, is_ready_to_run, packed_share, save_packed
+    from iobs.models.packed_files import unpack, unpacked_bytes
 
     if dtype is not None and (back or precision is not None or dtype not in ("bfloat16", "float16")):
         apart = "it goes without --unpack and --precision"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from iobs.errors import ModelError, OutputError
 
-
 _LONGEST_HEADER = 2**27
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -73,7 +73,11 @@ def smallest_format(weight: torch.Tensor, precision: Precision, ties: bool = Tru
 
 def precision_of(model: nn.Module) -> Precision | None:
     """The fewest bits in which a layer of a model is stored; None if none is stored."""
-    formats = {module.format for module in model.modules() if isinstance(module, StoredLayer)}
+    return fewest_bits({module.format for module in model.modules() if isinstance(module, StoredLayer)})
+
+
+def fewest_bits(formats: Collection[FormatName]) -> Precision | None:
+    """The precision with the fewest bits among formats; None if there is none."""
     fewest: tuple[Precision, ...] = ("int4", "int8", "bf16")
     return next((name for name in fewest if any(stored.endswith(name) for stored in formats)), None)
 

@@ -206,7 +206,9 @@ def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, 
         known |= zip(coming, lengths(coming), strict=True)
         best = min(known, key=lambda place: known[place])
         around = [(best[0] + spread, best[1] + tail) for spread, tail in _CHANGES]
-        coming = [place for place in around if place not in known and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS]
+        coming = [
+            place for place in around if place not in known and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS
+        ]
     return number, *best, low, top
 
 

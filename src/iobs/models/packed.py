@@ -21,6 +21,7 @@ from torch import nn
 from iobs.core.files import expanded, is_packed_file, weight_files
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
+from iobs.inference.storing import fewest_bits
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import check_output, copy_companions, output_directory
@@ -157,6 +158,12 @@ def is_packed(path: str | Path) -> bool:
 def is_ready_to_run(path: str | Path) -> bool:
     """True if a path is a packed directory whose layers are stored matrices."""
     return is_packed(path) and _ready_file(expanded(path)) is not None
+
+
+def packed_precision(path: str | Path) -> Precision | None:
+    """The fewest bits of a packed directory that is ready to run; None for other paths."""
+    ready = _ready_file(expanded(path)) if is_packed(path) else None
+    return None if ready is None else fewest_bits({layer.matrix.format for layer in read_ready(ready).layers.values()})
 
 
 def open_packed(

@@ -86,7 +86,9 @@ def costs_of(path: str | Path) -> PackedCosts:
         parts = packed.parts()
         stored = sum(sum(sizes.values()) for sizes in parts.values())
         if stored + packed.header_bytes != file.stat().st_size:
-            raise ModelError(f"{file} has {file.stat().st_size} bytes, {stored + packed.header_bytes} of which are used.")
+            raise ModelError(
+                f"{file} has {file.stat().st_size} bytes, {stored + packed.header_bytes} of which are used."
+            )
         metadata += packed.header_bytes
         for name, sizes in parts.items():
             group = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

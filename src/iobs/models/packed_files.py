@@ -72,7 +72,9 @@ class PackedFile:
                 self._sums = {str(name): int(value) for name, value in stated["sums"].items()}
                 dtypes = {str(name): _DTYPES[value] for name, value in stated["dtypes"].items()}
         except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote.") from error
+            raise ModelError(
+                f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote."
+            ) from error
         if version != _VERSION:
             raise ModelError(f"{self.file} is a packed file of version {version}; install the iobs that wrote it.")
         if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:

@@ -20,7 +20,11 @@ def costs_table(costs: PackedCosts) -> Table:
     rest = costs.groups[_ROWS:]
     rows = [(group.name, group.tensors, group.weights, group.bytes) for group in costs.groups[:_ROWS]]
     if rest:
-        sums = (sum(each.tensors for each in rest), sum(each.weights for each in rest), sum(each.bytes for each in rest))
+        sums = (
+            sum(each.tensors for each in rest),
+            sum(each.weights for each in rest),
+            sum(each.bytes for each in rest),
+        )
         rows.append((f"{len(rest)} other names", *sums))
     for name, number, entries, count in rows:
         bits = f"{8 * count / entries:.2f}" if entries else "–"
