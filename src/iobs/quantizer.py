@@ -28,7 +28,7 @@ class PackedConfig(QuantizationConfigMixin):
     """The entry `quantization_config` of a packed directory."""
 
     def __init__(self, **others: object) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers states an enumeration
         self.dequantize = True  # transformers forgets the quantiser once the weights are loaded
 
 
@@ -94,7 +94,7 @@ def _decoding() -> type:
     """The operation that decodes; its base class is loaded after the table of quantisers."""
     from transformers.core_model_loading import ConversionOps
 
-    class Decoding(ConversionOps):  # type: ignore[misc]
+    class Decoding(ConversionOps):
         """Decode packed tensors; others are only converted to the dtype of the parameter."""
 
         def convert(
@@ -102,10 +102,9 @@ def _decoding() -> type:
             input_dict: dict[str, Any],
             source_patterns: list[str],
             target_patterns: list[str],
-            *,
-            full_layer_name: str,
-            model: Any,
-            **kwargs: object,
+            full_layer_name: str = "",
+            model: Any = None,
+            **kwargs: Any,
         ) -> dict[str, Any]:
             dtype = _dtype_of(model, full_layer_name)
             found = {

@@ -28,11 +28,13 @@ def register() -> None:
 class _Waiting:
     """A finder that finds only the table, by the other finders, and registers the quantiser behind its loading."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> object:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != _TABLE:
             return None
         sys.meta_path.remove(self)
-        spec: ModuleSpec | None = find_spec(name)
+        spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -19,7 +19,7 @@ from iobs.errors import ModelError, first_line
 from iobs.report.running import BesideRow, RunningRow
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from iobs.core.structured import Runtime
     from iobs.inference.choices import Precision

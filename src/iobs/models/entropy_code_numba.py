@@ -113,14 +113,14 @@ def _read(
             x = frequency * (x >> _BITS) + slot - start
             few = np.int64(x < _LEAST)  # no branch: a processor would foretell it badly
             x = (x << (few << 4)) | (np.int64(words[at]) & -few)
-            at += few
+            at += int(few)
             code, bits = symbol + least[number], raw[number]
             if bits:
                 code = (code << bits) | (x & ((1 << bits) - 1))
                 x >>= bits
                 few = np.int64(x < _LEAST)
                 x = (x << (few << 4)) | (np.int64(words[at]) & -few)
-                at += few
+                at += int(few)
             codes[i, j] = code
             states[lane] = x
             lane += 1

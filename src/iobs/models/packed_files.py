@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -149,7 +150,7 @@ class PackedFile:
             return 8 + int.from_bytes(opened.read(8), "little")
 
     @contextmanager
-    def _opened(self) -> Iterator[safe_open]:
+    def _opened(self) -> Iterator[Any]:
         try:
             with safe_open(self.file, framework="pt") as opened:
                 yield opened
@@ -242,11 +243,11 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
             plain = dict(sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize))
             sums = {name: zlib.crc32(_bytes(opened.get_tensor(name).to(entry.dtype))) for name, entry in plain.items()}
             stated = json.dumps({"version": _VERSION, "sums": sums, "dtypes": dtypes})
-        with safe_open(shard, framework="pt") as opened:
-            with ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated}) as writer:
-                for name, entry in plain.items():
-                    writer.put(name, opened.get_tensor(name).to(entry.dtype))
-                writer.append(body, packed)
+        writing = ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated})
+        with writing as writer, safe_open(shard, framework="pt") as opened:
+            for name, entry in plain.items():
+                writer.put(name, opened.get_tensor(name).to(entry.dtype))
+            writer.append(body, packed)
     except SafetensorError as error:
         raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
     finally:

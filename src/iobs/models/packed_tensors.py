@@ -224,7 +224,9 @@ def _written(tensor: Tensor, layout: int, grid: Grid, codes: Tensor, scales: Ten
     halves = (torch.bfloat16, torch.float16)
     half = next((dtype for dtype in halves if torch.equal(scales.to(dtype).float(), scales)), None)
     matrix = _layouts(tensor)[layout]
-    for products in (tensor.dtype, *halves) if half is not None else ():
+    if half is None:
+        return None
+    for products in (tensor.dtype, *halves):
         if torch.equal(_product(codes, scales, grid, products).to(tensor.dtype), matrix):
             planes = scales.to(half).view(torch.uint8).reshape(-1, 2).T.contiguous().numpy().tobytes()
             packed, mask = zlib.compress(planes, 9), codes.flatten() != 0
