@@ -38,7 +38,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class PackedCosts:
-    """What a packed directory costs.
+    """Bytes of a packed directory.
 
     Attributes:
         groups: of tensors, those of most bytes first.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from iobs.models.packed_costs import PackedCosts
 from iobs.core.formats import percent
+from iobs.models.packed_costs import PackedCosts
 
 _ROWS = 16  # groups of tensors in the table; those of fewer bytes are one row
 
