@@ -150,4 +150,4 @@ def test_packed_directory_shows_its_bytes_part_by_part(run, tmp_path):
     assert "integers: " in run("inspect", packed).stdout
     with (packed / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    assert "of which are used" in run("inspect", packed, code=2).stderr
+    assert "is damaged" in run("inspect", packed, code=2).stderr

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from iobs.core.files import expanded
-from iobs.errors import ModelError
 from iobs.models.huggingface import is_tokenizer_file
 from iobs.models.packed_files import PackedFile, files_with_codes
 
@@ -84,12 +83,7 @@ def costs_of(path: str | Path) -> PackedCosts:
     for file in files:
         packed = PackedFile(file)
         parts = packed.parts()
-        stored = sum(sum(sizes.values()) for sizes in parts.values())
-        if stored + packed.header_bytes != file.stat().st_size:
-            raise ModelError(
-                f"{file} has {file.stat().st_size} bytes, {stored + packed.header_bytes} of which are used."
-            )
-        metadata += packed.header_bytes
+        metadata += file.stat().st_size - sum(sum(sizes.values()) for sizes in parts.values())
         for name, sizes in parts.items():
             group = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
             old = found.get(group, TensorGroup(group, 0, 0, {}))

@@ -143,12 +143,6 @@ class PackedFile:
         if self._sums.get(name, zlib.crc32(data)) != zlib.crc32(data):
             raise ModelError(f"{self.file} is damaged ({name!r} has changed); copy or pack it again.")
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of the header: names, places and metadata."""
-        with self.file.open("rb") as opened:
-            return 8 + int.from_bytes(opened.read(8), "little")
-
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         try:
