@@ -4,6 +4,7 @@ from iobs.evaluate.before_after import BeforeAfter
 from iobs.evaluate.scores import (
     Progress,
     accuracy,
+    bits_per_byte,
     evaluate,
     no_progress,
     output_logits,
@@ -19,6 +20,7 @@ __all__ = [
     "Progress",
     "accuracy",
     "answer",
+    "bits_per_byte",
     "check_tasks",
     "evaluate",
     "evaluate_tasks",

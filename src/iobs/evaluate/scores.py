@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.modes import full_precision
+from iobs.core.wording import plural
 from iobs.data import ArraySource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
@@ -74,6 +75,35 @@ def perplexity(
         return math.exp(total / count)
     except OverflowError:
         return math.inf
+
+
+def bits_per_byte(
+    model: LoadedModel, texts: Sequence[str], length: int, batch: int | None = None, progress: Progress = no_progress
+) -> float:
+    """Bits that a language model needs for a byte of text, which can be compared between tokenizers.
+
+    It is the mean over all tokens but the first of each window, times the number of tokens per byte.
+
+    Args:
+        model: a causal language model with its tokenizer.
+        texts: texts; each gets the special tokens of the tokenizer.
+        length: tokens per window.
+        batch: windows per forward pass; None: about 4,096 tokens.
+        progress: called with (windows done, total).
+
+    Raises:
+        DataError: the texts have fewer than two tokens.
+        ModelError, NonFiniteError: as `perplexity`.
+    """
+    tokens = [number for each in model.require_tokenizer()([*texts], verbose=False)["input_ids"] for number in each]
+    if len(tokens) < 2:
+        raise DataError(f"The text has {plural(len(tokens), 'token')}; bits per byte need two at least.")
+    missing = -len(tokens) % length
+    windows = torch.tensor(tokens + missing * tokens[:1]).view(-1, length)
+    labels = windows.clone()
+    labels.view(-1)[len(tokens) :] = IGNORED
+    each = math.log2(perplexity(model.module, windows, batch or max(1, 4096 // length), progress, labels))
+    return each * len(tokens) / sum(len(text.encode("utf8", "replace")) for text in texts)
 
 
 @torch.no_grad()

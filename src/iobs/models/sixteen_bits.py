@@ -47,6 +47,12 @@ def widen(module: nn.Module) -> None:
         tensor.data = tensor.data.float()
 
 
+def store_alike(copy: nn.Module, module: nn.Module) -> None:
+    """Remember for a copy of a network the dtypes that its tensors are saved in."""
+    if module in _HALVES:
+        _HALVES[copy] = _HALVES[module]
+
+
 @contextmanager
 def stored_as_half(module: nn.Module) -> Iterator[None]:
     """Convert widened tensors to their own dtype while they are saved. Then they keep the rounded, saved values.

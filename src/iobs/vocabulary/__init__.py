@@ -1,0 +1,5 @@
+"""Removal of tokens: `reduce_vocabulary` makes a smaller tokenizer, and a model with fewer rows."""
+
+from iobs.vocabulary.reduction import VocabularyRemoval, reduce_vocabulary
+
+__all__ = ["VocabularyRemoval", "reduce_vocabulary"]
