@@ -14,7 +14,7 @@ FLOORS = [
     "solvers inference",
     "optimize pruning",
     "models",
-    "data evaluate report transformers exports",
+    "data evaluate report transformers exports vocabulary",
 ]
 FLOORS += ["cli"]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names.split()}

@@ -50,6 +50,7 @@ if _TYPE_CHECKING:
     )
     from iobs.pruning.recipe import CBS, CHITA, GlobalMagnitude, WoodFisher
     from iobs.solvers import ADMM, OBC, SparseGPT, solve
+    from iobs.vocabulary import reduce_vocabulary
 
 _register()
 
@@ -99,6 +100,7 @@ __all__ = [
     "objectives",
     "prune",
     "rashomon_set",
+    "reduce_vocabulary",
     "save_packed",
     "solve",
     "split_inference",
@@ -128,6 +130,7 @@ _HOMES = {
     ),
     "iobs.pruning.recipe": ("CBS", "CHITA", "GlobalMagnitude", "WoodFisher"),
     "iobs.solvers": ("ADMM", "OBC", "SparseGPT", "solve"),
+    "iobs.vocabulary": ("reduce_vocabulary",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = {

@@ -132,9 +132,12 @@ def show_units(loaded: LoadedModel, store: Store, settings: RunSettings, as_json
     request = StructuredRequest(pattern, settings.recipe, *named, options.holdout, options.seed)
     require_possible(store, request)  # before the data are read
     plan = plan_structured(store, store.collect_batches(batches_of_run(loaded, options)[2]), request)
-    if not current().first:
-        return
-    about = _about_the_units(pattern, plan)
+    if current().first:
+        show_units_plan(pattern, plan, as_json, _about_the_units(pattern, plan))
+
+
+def show_units_plan(pattern: Structured, plan: UnitsPlan, as_json: bool, about: str) -> None:
+    """Show the plan of a run that removes units, and a sentence about what the run itself finds out."""
     if as_json:
         console.print_json({"pattern": str(pattern), **asdict(plan), "about": about})
         return

@@ -38,7 +38,8 @@ class PatternOptions:
             scales.
         of (COST): Of structured:SHARE: macs (default), parameters or latency.
         runtime (NAME): Of structured:SHARE: times are those of torch (default) or onnx.
-        units (KIND): Of structured:SHARE: auto (channels, neurons, heads; default), stream, blocks or experts.
+        units (KIND): Of structured:SHARE: auto (channels, neurons, heads; default), stream, blocks, experts
+            or vocabulary (tokens that --data uses least).
     """
 
     sparsity: Annotated[str | None, options.completed(options.SHARES)] = None
@@ -173,6 +174,7 @@ def prune(
     """
     from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
     from iobs.cli.running import OutputPlace, saying_how_to_continue
+    from iobs.cli.vocabulary import is_vocabulary, prune_vocabulary, refuse_useless
 
     settings = _settings(
         pattern, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
@@ -181,13 +183,19 @@ def prune(
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = OutputPlace.of(model, output, overwrite, resume)
+    if is_vocabulary(settings.options.pattern):
+        refuse_useless(vars(method) | vars(layers) | vars(calibration) | {"resume": resume, "streams": streams})
     if settings.options.low_memory:
         _refuse_whole(settings, calibration, loading)
     elif streams is not None:
         refuse_streams(streams, loading.device)
     failure = None
     with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
-        if settings.options.low_memory:
+        if is_vocabulary(settings.options.pattern):
+            smaller, report = prune_vocabulary(model, settings, calibration.eval_data, loading, dry_run, talk.as_json)
+            if report is not None:
+                _write_and_show(smaller, report, settings, place, talk.as_json)
+        elif settings.options.low_memory:
             prune_low_memory(model, settings, loading.device, place, dry_run, talk.as_json, streams or "auto")
         else:
             failure = _prune_resident(
@@ -290,10 +298,12 @@ def _with_unequal_widths(loaded: LoadedModel) -> LoadedModel:
 
 def _refuse_whole(settings: RunSettings, calibration: CalibrationOptions, loading: options.Loading) -> None:
     """Refuse options that need the whole model in memory."""
+    from iobs.cli.vocabulary import is_vocabulary
     from iobs.core.structured import Structured
 
+    pattern = settings.options.pattern
     reasons = {
-        "--pattern structured": isinstance(settings.options.pattern, Structured),
+        "--pattern structured": isinstance(pattern, Structured) and not is_vocabulary(pattern),
         "--eval-data": calibration.eval_data,
         "--allow-pickle": loading.allow_pickle,
         "--trust-remote-code": loading.trust_remote_code,
@@ -323,10 +333,9 @@ def _prune_resident(
     from iobs.cli.by_blocks import plan_of, run_where_it_fits, store_of
     from iobs.cli.dry_run import show_layers, show_units
     from iobs.cli.loading import batches_of_run, checked_device, load_model
-    from iobs.cli.running import write_results
     from iobs.core.structured import Structured
     from iobs.errors import DataError
-    from iobs.models import check_output, output_directory, size_in_bytes
+    from iobs.models import check_output, size_in_bytes
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.cost.foresight import foresee
     from iobs.pruning.driver import requested
@@ -383,12 +392,23 @@ def _prune_resident(
     )
     if not current().first:
         return None
-    with output_directory(output, place.replaceable) as temporary:
+    _write_and_show(loaded, report, settings, place, as_json)
+    return failure
+
+
+def _write_and_show(
+    loaded: LoadedModel, report: Report, settings: RunSettings, place: OutputPlace, as_json: bool
+) -> None:
+    """Write the output directory, and show what came out."""
+    from iobs.cli.running import write_results
+    from iobs.models import output_directory
+
+    assert place.output is not None
+    with output_directory(place.output, place.replaceable) as temporary:
         write_results(loaded, report, temporary, model_folder=None)
         settings.write(temporary)
     place.finish()
-    _show(report, output, loaded.source, as_json)
-    return failure
+    _show(report, place.output, loaded.source, as_json)
 
 
 def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:

@@ -11,7 +11,7 @@ from iobs.errors import PatternError, is_a
 
 Cost = Literal["macs", "parameters", "latency"]
 Runtime = Literal["torch", "onnx"]
-Units = Literal["auto", "stream", "blocks", "experts"]
+Units = Literal["auto", "stream", "blocks", "experts", "vocabulary"]
 
 
 def require_known_runtime(name: str) -> Runtime:
@@ -35,8 +35,8 @@ class Structured:
         sparsity: share of the cost to remove, in [0, 1), of the layers that hold units; with "latency" of the time of
             the whole network. What is left of multiplications and parameters is at most the rest, and less if the next
             larger width costs too much. A measured time may be a hundredth above the rest. If no network was fast
-            enough, the fastest that was measured is returned, and a note says so. Of blocks and experts `sparsity` is
-            the share of their number, rounded.
+            enough, the fastest that was measured is returned, and a note says so. Of blocks, experts and tokens
+            `sparsity` is the share of their number, rounded.
         of: the cost. "macs": multiplications by weights. "parameters": entries of weight matrices. "latency": measured
             time of one sample on this machine, with the threads of torch.
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
@@ -47,6 +47,8 @@ class Structured:
         units: "auto": channels, neurons and heads inside blocks: the network becomes narrower. "stream": also the
             channels between blocks of a network with batch norms, which many layers read. "blocks": whole blocks of
             the longest stack: the network becomes shorter. "experts": whole experts, the same number in every mixture.
+            "vocabulary": tokens of a language model, by `iobs.reduce_vocabulary` or `iobs prune`: the tokenizer, too,
+            becomes smaller.
         runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
 
     Raises:
@@ -80,7 +82,7 @@ class Structured:
 
     @property
     def whole(self) -> bool:
-        """True if blocks or experts are removed, and widths stay as they are."""
+        """True if blocks, experts or tokens are removed, and widths stay as they are."""
         return self.units not in ("auto", "stream")
 
     @classmethod

@@ -74,7 +74,7 @@ def load_pretrained(
     """
     is_directory = Path(source).is_dir()
     files = check_directory(Path(source), allow_pickle) if is_directory and weights is None else []
-    stored = _stored_dtype(files)
+    stored = stored_dtype(files)
     ensure_torchvision()
     import transformers
 
@@ -161,7 +161,7 @@ def _check_loaded(source: str | Path, network: str, info: Mapping[str, Any]) -> 
         )
 
 
-def _stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
+def stored_dtype(files: Sequence[Path]) -> torch.dtype | None:
     """The floating dtype with the most entries in safetensors files; the configuration may state another.
 
     Returns None without files, or if a file holds dtypes that only transformers can read (quantised weights).

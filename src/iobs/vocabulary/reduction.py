@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from numbers import Integral, Real
@@ -40,6 +40,7 @@ from iobs.pruning.structured_report import (
     WidthRecord,
 )
 from iobs.vocabulary.choice import choose
+from iobs.vocabulary.files import write_rows
 from iobs.vocabulary.rows import embedding_of, named_ids, with_rows
 from iobs.vocabulary.spelling import JsonObject, reduced, spelling_of
 
@@ -69,7 +70,7 @@ def reduce_vocabulary(
 
     Args:
         model: the model, its directory or its name; `model` itself is unchanged, and shares its other weights with the
-            result.
+            result. A model of `iobs.vocabulary.open_without_weights` is never in memory, and not measured.
         corpus: the path of a text file, texts, or calibration batches with `input_ids`.
         keep: number of tokens that stay, or their share, below 1.
         heldout: texts on which bits per byte are measured; None: parts of the corpus that are not counted.
@@ -179,7 +180,7 @@ class VocabularyRemoval:
         return UnitsPlan(
             (PlannedUnits(name, "tokens", (name,), total, len(self.rows), least),),
             (PlannedCost("parameters", before, after, "of the whole network"),),
-            (self._about_the_split(), *self.notes),
+            (self.about_the_split(), *self.notes),
         )
 
     def _least(self) -> int:
@@ -190,7 +191,7 @@ class VocabularyRemoval:
         """The smaller model and the report; arguments and errors are those of `reduce_vocabulary`."""
         model, tokenizer = self.model, self._smaller_tokenizer()
         smaller = replace(
-            model, module=with_rows(model.module, self.rows), tokenizer=tokenizer, writer=_writing_both(model)
+            model, module=with_rows(model.module, self.rows), tokenizer=tokenizer, writer=_writing_both(model, self.rows)
         )
         store_alike(smaller.module, model.module)
         self._require_equal(smaller)
@@ -232,7 +233,7 @@ class VocabularyRemoval:
         Raises:
             AuditError, ModelError: it does not.
         """
-        if any(parameter.is_meta for parameter in smaller.module.parameters()):
+        if _is_empty(smaller):
             return
         probe = torch.linspace(0, len(self.rows) - 1, min(_PROBED, len(self.rows)), dtype=torch.long)
         outputs = outputs_of(smaller.module, {"input_ids": probe[None]})
@@ -248,7 +249,6 @@ class VocabularyRemoval:
 
     def _score(self, model: LoadedModel, length: int, progress: Progress) -> dict[str, float]:
         """Bits per byte, and bytes per token, of the held-out texts."""
-        whole = not any(parameter.is_meta for parameter in model.module.parameters())
         if not self.heldout:
             return {}
         size = sum(len(text.encode("utf8", "replace")) for text in self.heldout)
@@ -256,7 +256,7 @@ class VocabularyRemoval:
             self.heldout, add_special_tokens=False
         )
         found = {"bytes per token": size / sum(len(each.ids) for each in encoded)}
-        if model.task == "causal-lm" and whole:
+        if model.task == "causal-lm" and not _is_empty(model):
             window = model.window_length(length)
             found["bits per byte"] = bits_per_byte(model, self.heldout, window, progress=progress)
         return found
@@ -281,12 +281,13 @@ class VocabularyRemoval:
             seconds=time.monotonic() - self._began,
             peak_memory_bytes=self._memory.look(),
             scores=dict(zip(("dense", "pruned"), scores, strict=True)) if scores[0] else {},
-            notes=[self._about_the_split(), *self.notes],
+            notes=[self.about_the_split(), *self.notes],
             widths=[WidthRecord(name, "tokens", name, len(self._ids), len(self.rows), 0.0)],
             costs=costs,
         )
 
-    def _about_the_split(self) -> str:
+    def about_the_split(self) -> str:
+        """A sentence on the tokens of the corpus that are removed."""
         return f"{self.split:.2%} of the corpus's {self.tokens:,} tokens are removed; several tokens spell them now."
 
     def _name(self) -> str:
@@ -371,6 +372,11 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
         yield from _PIECES.findall(text)
 
 
+def _is_empty(model: LoadedModel) -> bool:
+    """True if a model has no weights in memory."""
+    return any(parameter.is_meta for parameter in model.module.parameters())
+
+
 def _save(tokenizer: Tokenizer, directory: Path) -> None:
     """Write the files of a tokenizer in place of those in a directory; only tokenizer.json has its tokens."""
     for name in (*TOKENIZER_FILES, "merges.txt", "added_tokens.json"):
@@ -387,11 +393,14 @@ def _renumber_config(file: Path, numbers: Mapping[str, int]) -> None:
         file.write_text(json.dumps(config, ensure_ascii=False, indent=2), encoding="utf8")
 
 
-def _writing_both(model: LoadedModel) -> Any:
+def _writing_both(model: LoadedModel, rows: Tensor) -> Callable[[LoadedModel, Path], None]:
     """The writer of a smaller model: that of the model, then the files in which ids of tokens changed."""
 
     def write(smaller: LoadedModel, directory: Path) -> None:
-        model.writer(smaller, directory)
+        if _is_empty(model):
+            write_rows(model, smaller, rows, directory)
+        else:
+            model.writer(smaller, directory)
         _save(smaller.require_tokenizer(), directory)
         generation = getattr(smaller.module, "generation_config", None)
         if generation is not None and (directory / "generation_config.json").is_file():

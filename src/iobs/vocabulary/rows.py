@@ -30,7 +30,7 @@ def with_rows(model: nn.Module, rows: Tensor) -> nn.Module:
     if int(rows.max()) >= size:
         raise ModelError(f"The tokenizer has token {int(rows.max()):,}, and the embedding of the model {size:,} rows.")
     numbers = {int(row): number for number, row in enumerate(rows)}
-    smaller = {id(tensor): _sliced(tensor, rows) for tensor in _tensors(model, size)}
+    smaller = {id(tensor): _sliced(tensor, rows) for tensor in tensors_of_tokens(model)}
     shared: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     narrower = dense_copy(model, {**shared, **smaller})
     sliced = {id(tensor) for tensor in smaller.values()}
@@ -78,8 +78,9 @@ def named_ids(model: nn.Module) -> set[int]:
     return found
 
 
-def _tensors(model: nn.Module, size: int) -> Iterator[Tensor]:
-    """The tensors with a row for each token."""
+def tensors_of_tokens(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors with a row for each token: embedding, head and its bias; tied ones may come twice."""
+    size = len(embedding_of(model).weight)
     yield embedding_of(model).weight
     head = model.get_output_embeddings()  # type: ignore[operator]
     if head is not None:

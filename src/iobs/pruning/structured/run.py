@@ -103,10 +103,15 @@ def require_possible(store: Store, request: StructuredRequest) -> None:
     """Raise unless the model and the recipe fit, before any work, the calibration data included.
 
     Raises:
-        ProblemError: the recipe, or the model's weights are not in memory.
+        ProblemError: the recipe, tokens of a vocabulary, or the model's weights are not in memory.
         ModelError, LayerSelectionError: as in `require_usable`, or the model has no parameters, or adapters.
         NonFiniteError: a parameter holds NaN or infinity.
     """
+    if request.pattern.units == "vocabulary":
+        raise ProblemError(
+            'units="vocabulary" changes the tokenizer too, which a network does not hold: use '
+            "iobs.reduce_vocabulary(model, texts, keep=...)."
+        )
     if not store.whole:
         raise ProblemError("Structured removes units of a model in memory; load the model whole.")
     model = store.model
