@@ -1,7 +1,5 @@
 """Small tokenizers, trained on a few sentences."""
 
-import json
-
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE, Unigram, WordPiece

@@ -35,6 +35,20 @@ def test_perplexity_equals_the_reference(embedded):
         assert evaluate.perplexity(embedded.module, windows, batch) == pytest.approx(expected, rel=1e-6)
 
 
+def test_bits_per_byte_count_all_tokens_and_all_bytes(embedded):
+    texts = [text[:300] + "\u00e9" for text in data.embedded_text("heldout")[:3]]
+    tokens = [number for text in texts for number in embedded.tokenizer(text)["input_ids"]]
+    assert len(tokens) % 64  # the last window is shorter, and counts too
+    parts = [torch.tensor([tokens[start : start + 64]]) for start in range(0, len(tokens), 64)]
+    nats = sum(math.log(evaluate.perplexity(embedded.module, part)) * (part.numel() - 1) for part in parts)
+    mean = nats / (len(tokens) - len(parts))
+    expected = mean / math.log(2) * len(tokens) / sum(len(text.encode()) for text in texts)
+    for batch in (1, 3):
+        assert evaluate.bits_per_byte(embedded, texts, 64, batch) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(DataError, match="1 token"):
+        evaluate.bits_per_byte(embedded, [""], 64)
+
+
 def test_scores_take_no_cache_and_the_scores_of_the_last_positions(embedded, monkeypatch):
     """A cache of 65B weights takes 10 GB for one batch, and scores of all positions as much as all letters."""
     windows, shapes, caches = torch.randint(100, (2, 16)), [], []

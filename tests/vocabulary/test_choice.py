@@ -77,7 +77,7 @@ def test_no_other_choice_of_merged_tokens_lengthens_the_corpus_less():
         return sum(len(tokenizer.encode(text).ids) for text in TEXTS)
 
     chosen = length(removed(document, size - 20)[0])
-    order = Counter({token: number for token, number in document["model"]["vocab"].items()})
+    order = Counter(document["model"]["vocab"])
     assert chosen <= length(removed(document, size - 20, order)[0])  # by id: the oldest merges are thought frequent
     assert chosen <= length(removed(document, size - 20, Counter())[0])
 

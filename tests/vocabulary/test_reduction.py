@@ -1,7 +1,7 @@
 """`iobs.reduce_vocabulary`: rows, ids, files and figures of the smaller model."""
 
 import json
-import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,15 +22,9 @@ from iobs.errors import DataError, ModelError, PatternError, ProblemError
 from iobs.models import load
 from iobs.vocabulary import VocabularyRemoval, open_without_weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:The corpus has")
+
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _few_tokens():
-    """Small corpora, on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The corpus has")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +35,9 @@ def llama(tmp_path_factory):
     size = tokenizer.get_vocab_size()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, vocab_size=size + 5, pad_token_id=size - 1, bos_token_id=1, eos_token_id=[2, size - 1])
+    config = LlamaConfig(
+        **SMALL, vocab_size=size + 5, pad_token_id=size - 1, bos_token_id=1, eos_token_id=[2, size - 1]
+    )
     module = LlamaForCausalLM(config)
     module.generation_config.suppress_tokens = [size - 2, 0]
     module.save_pretrained(folder, max_shard_size="20KB")
@@ -142,8 +138,7 @@ def test_corpus_may_be_a_file_or_batches_of_ids(llama, tmp_path):
 
 
 def test_small_corpus_warns(llama):
-    with warnings.catch_warnings(), pytest.warns(UserWarning, match="for each of the .* in the vocabulary"):
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="for each of the .* in the vocabulary"):
         iobs.reduce_vocabulary(load(llama), TEXTS, 300, heldout=TEXTS[:1], length=16)
 
 
@@ -174,8 +169,6 @@ def test_corpus_that_is_none(embedded, tmp_path):
 
 
 def test_models_without_tokens(embedded):
-    from dataclasses import replace
-
     with pytest.raises(ModelError, match="has no tokenizer"):
         iobs.reduce_vocabulary(replace(embedded, tokenizer=None), TEXTS, 0.5)
     with pytest.raises(ModelError, match="has no embedding of tokens"):

@@ -46,7 +46,7 @@ def skeleton(path: Path) -> nn.Module:
             factory: Any = transformers.AutoModelForCausalLM
             module: nn.Module = factory.from_config(config, dtype=config.dtype)
         if (path / "generation_config.json").is_file():
-            module.generation_config = transformers.GenerationConfig.from_pretrained(path)
+            module.generation_config = transformers.GenerationConfig.from_pretrained(path)  # type: ignore[assignment]
     except Exception as error:  # transformers raises exceptions of every kind
         raise ModelError(f"{path} cannot be opened as a language model: {first_line(error)}") from error
     return module.eval()

@@ -58,7 +58,7 @@ def write_rows(model: LoadedModel, smaller: LoadedModel, rows: Tensor, directory
     smaller.module.config.save_pretrained(directory)  # type: ignore[operator, union-attr]
     copy_companions(source.path, directory, keep_index=True, leave=REPORTS)
     with ExitStack() as stack:
-        writers = {}
+        writers: dict[str, ShardWriter] = {}
         for file, entries in source.shards.items():
             fewer = {
                 name: replace(entry, shape=(len(rows), *entry.shape[1:])) if name in stored else entry

@@ -44,7 +44,7 @@ from iobs.vocabulary.files import write_rows
 from iobs.vocabulary.rows import embedding_of, named_ids, with_rows
 from iobs.vocabulary.spelling import JsonObject, reduced, spelling_of
 
-_PIECES = re.compile(r".{1,8000}(?=\s|$)|.{1,8000}", re.DOTALL)  # of a text, cut before a space where one is
+_PIECES = re.compile(r".{1,2000}(?=\s|$)|.{1,2000}", re.DOTALL)  # of a text, cut before a space where one is
 _HELD_OUT = 10  # every tenth piece of the corpus is not counted, but scored
 _MOST_HELD_OUT = 100_000  # characters: about a minute of a model with 100 million weights
 _FEW = 20  # tokens of a corpus for each token of the vocabulary; with fewer the rare tokens are chosen by chance
@@ -148,14 +148,16 @@ class VocabularyRemoval:
             ids = np.fromiter(chain.from_iterable(each.ids for each in encoded), np.int64)
             counts += np.bincount(ids, minlength=len(counts))
         if not counts.any():
-            raise DataError("The corpus of the vocabulary has no text; give texts of the kind that the model will read.")
+            raise DataError(
+                "The corpus of the vocabulary has no text; give texts of the kind that the model will read."
+            )
         return counts
 
     def _chosen(self, counts: np.ndarray[Any, np.dtype[np.int64]], keep: int) -> set[str]:
         """The tokens that stay, added tokens included."""
         outside = self._ids.keys() - self._spelling.tokens.keys()
         used = {token: int(counts[number]) for token, number in self._spelling.tokens.items() if counts[number]}
-        return choose(self._spelling, used, self._fixed(), keep - len(outside)) | outside
+        return choose(self._spelling, used, self._fixed(), keep - len(outside)).union(outside)
 
     def _fixed(self) -> set[str]:
         """Added tokens, and special tokens of the tokenizer and of the model."""
@@ -185,13 +187,17 @@ class VocabularyRemoval:
 
     def _least(self) -> int:
         """The number of tokens that must stay."""
-        return sum(token in self._fixed() or self._spelling.must_stay(token) for token in self._ids)
+        fixed = self._fixed()
+        return sum(token in fixed or self._spelling.must_stay(token) for token in self._ids)
 
     def remove(self, length: int, progress: Progress) -> tuple[LoadedModel, StructuredReport]:
         """The smaller model and the report; arguments and errors are those of `reduce_vocabulary`."""
         model, tokenizer = self.model, self._smaller_tokenizer()
         smaller = replace(
-            model, module=with_rows(model.module, self.rows), tokenizer=tokenizer, writer=_writing_both(model, self.rows)
+            model,
+            module=with_rows(model.module, self.rows),
+            tokenizer=tokenizer,
+            writer=_writing_both(model, self.rows),
         )
         store_alike(smaller.module, model.module)
         self._require_equal(smaller)
@@ -216,7 +222,9 @@ class VocabularyRemoval:
         assert tokenizer is not None
         plain = _plain(_document_of(tokenizer, self.model.source))
         if plain.get_vocab(with_added_tokens=True) != numbers:
-            raise AuditError(f"The tokenizer of {self.model.source} gives other ids when it is built from fewer tokens.")
+            raise AuditError(
+                f"The tokenizer of {self.model.source} gives other ids when it is built from fewer tokens."
+            )
         for text in (_SIGNS, *self.heldout):
             if _read_back(plain, text) != _read_back(self._plain, text):
                 raise AuditError(f"With fewer tokens another text would be read in place of {shown(text)}.")
@@ -265,7 +273,9 @@ class VocabularyRemoval:
         module, name = smaller.module, self._name()
         loss, after = (each.get("bits per byte") for each in scores)
         if loss is None:
-            self.notes.append("Bits per byte were not measured: that takes a causal language model in memory, and text.")
+            self.notes.append(
+                "Bits per byte were not measured: that takes a causal language model in memory, and text."
+            )
         entries = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
         costs = [
             CostRecord(kind, measure(self.model.module), measure(module), "of the whole network")
@@ -293,7 +303,7 @@ class VocabularyRemoval:
     def _name(self) -> str:
         """The path of the embedding."""
         embedding = embedding_of(self.model.module)
-        return next(path for path, module in self.model.module.named_modules() if module is embedding)
+        return str(next(path for path, module in self.model.module.named_modules() if module is embedding))
 
 
 def _kept_count(keep: int | float, total: int) -> int:
@@ -322,7 +332,8 @@ def _document_of(tokenizer: Any, source: str) -> JsonObject:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
-            f"The tokenizer of {source} is {type(tokenizer).__name__}, which has no tokenizer.json to remove tokens from."
+            f"The tokenizer of {source} is {type(tokenizer).__name__}, which has no tokenizer.json to remove "
+            "tokens from."
         )
     document: JsonObject = json.loads(backend.to_str())
     return document

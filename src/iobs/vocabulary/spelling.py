@@ -93,7 +93,9 @@ class BytePairs(Spelling):
     def __init__(self, section: JsonObject) -> None:
         super().__init__(section)
         if section.get("continuing_subword_prefix"):
-            raise ModelError("Byte-pair tokens with a prefix for the middle of a word cannot be removed; choose WordPiece.")
+            raise ModelError(
+                "Byte-pair tokens with a prefix for the middle of a word cannot be removed; choose WordPiece."
+            )
         pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in section["merges"]]
         self._ranks = {pair: rank for rank, pair in enumerate(pairs)}
 
