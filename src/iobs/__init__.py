@@ -138,7 +138,10 @@ _MODULES = {
     "objectives": "iobs.optimize.objectives",
     "transformers": "iobs.transformers",
     # Rooms whose functions pages name by their place, as `iobs.solvers.solve_many`.
-    **{name: f"iobs.{name}" for name in ("data", "evaluate", "exports", "inference", "models", "pruning", "solvers")},
+    **{
+        name: f"iobs.{name}"
+        for name in ("data", "evaluate", "exports", "inference", "models", "pruning", "solvers", "vocabulary")
+    },
 }
 
 

@@ -50,6 +50,6 @@ def test_options_without_meaning_are_refused(run, small_model, tmp_path, useless
     assert useless[0] in shown
 
 
-def test_data_without_text(run, small_model, classifier, tmp_path):
+def test_network_without_a_tokenizer(run, classifier, tmp_path):
     shown = run("prune", f"{classifier}:net", "-o", tmp_path / "out", *ARGUMENTS, code=2).output
-    assert "--units" in shown or "tokenizer" in shown
+    assert "has no tokenizer" in shown

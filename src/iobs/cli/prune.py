@@ -259,7 +259,7 @@ def _refuse_units(settings: RunSettings, model: str | None) -> None:
     from iobs.models.factory import is_built_by_code
 
     pattern, by_code = settings.options.pattern, is_built_by_code(model or "")
-    if isinstance(pattern, Structured) and pattern.whole and by_code:
+    if isinstance(pattern, Structured) and pattern.units in ("blocks", "experts") and by_code:
         raise typer.BadParameter(
             "removes whole blocks or experts, and the code of this network builds all of them; use iobs.prune in "
             "Python, and save the narrower network with torch.save(model, file) or export it",

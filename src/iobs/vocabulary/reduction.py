@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import chain, islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.core.files import expanded
 from iobs.core.patterns import keep_count
@@ -44,6 +44,8 @@ from iobs.vocabulary.files import write_rows
 from iobs.vocabulary.rows import embedding_of, named_ids, with_rows
 from iobs.vocabulary.spelling import JsonObject, reduced, spelling_of
 
+Corpus: TypeAlias = str | Path | Iterable[str] | Iterable[Batch]  # a file, texts, or batches with token ids
+
 _PIECES = re.compile(r".{1,2000}(?=\s|$)|.{1,2000}", re.DOTALL)  # of a text, cut before a space where one is
 _HELD_OUT = 10  # every tenth piece of the corpus is not counted, but scored
 _MOST_HELD_OUT = 100_000  # characters: about a minute of a model with 100 million weights
@@ -55,10 +57,10 @@ _PROBED = 32  # tokens on which the outputs of the smaller model are compared wi
 
 def reduce_vocabulary(
     model: LoadedModel | str | Path,
-    corpus: str | Path | Iterable[str] | Iterable[Batch],
+    corpus: Corpus,
     keep: int | float,
     *,
-    heldout: Iterable[str] | None = None,
+    heldout: Corpus | None = None,
     length: int = 2048,
     progress: Progress = no_progress,
 ) -> tuple[LoadedModel, StructuredReport]:
@@ -73,7 +75,7 @@ def reduce_vocabulary(
             result. A model of `iobs.vocabulary.open_without_weights` is never in memory, and not measured.
         corpus: the path of a text file, texts, or calibration batches with `input_ids`.
         keep: number of tokens that stay, or their share, below 1.
-        heldout: texts on which bits per byte are measured; None: parts of the corpus that are not counted.
+        heldout: the same, on which bits per byte are measured; None: parts of the corpus that are not counted.
         length: tokens in a window of the measurement, at most the context of the model.
         progress: called with (windows done, total) of each of the two measurements.
 
@@ -107,9 +109,9 @@ class VocabularyRemoval:
     def __init__(
         self,
         model: LoadedModel,
-        corpus: str | Path | Iterable[str] | Iterable[Batch],
+        corpus: Corpus,
         keep: int | float,
-        heldout: Iterable[str] | None = None,
+        heldout: Corpus | None = None,
     ) -> None:
         self._began, self._memory = time.monotonic(), MemoryWatch(torch.device("cpu"))
         self.model, self.notes = model, list[str]()
@@ -120,7 +122,7 @@ class VocabularyRemoval:
         self._ids = self._plain.get_vocab(with_added_tokens=True)
         count = _kept_count(keep, len(self._ids))
         pieces = _pieces(_texts(corpus, model.require_tokenizer()))
-        self.heldout = [*heldout] if heldout is not None else []
+        self.heldout = [] if heldout is None else [*_texts(heldout, model.require_tokenizer())]
         counts = self._counted(pieces, divided=heldout is None)
         kept = self._chosen(counts, count)
         self.rows = torch.tensor(sorted(self._ids[token] for token in kept))
@@ -279,7 +281,7 @@ class VocabularyRemoval:
         entries = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
         costs = [
             CostRecord(kind, measure(self.model.module), measure(module), "of the whole network")
-            for kind, measure in (("parameters", parameter_count), ("bytes", size_in_bytes))
+            for kind, measure in (("parameters", parameter_count), ("megabytes", _megabytes))
         ]
         return StructuredReport(
             settings={"model": self.model.source, "pattern": f"{len(self.rows)} tokens", "corpus tokens": self.tokens},
@@ -321,6 +323,11 @@ def _kept_count(keep: int | float, total: int) -> int:
     if count >= total:
         raise PatternError(f"{count:,} tokens are not fewer than the {total:,} of the tokenizer; keep fewer.")
     return count
+
+
+def _megabytes(module: nn.Module) -> float:
+    """About the size of the weight file."""
+    return size_in_bytes(module) / 1e6
 
 
 def _document_of(tokenizer: Any, source: str) -> JsonObject:

@@ -13,6 +13,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -143,16 +144,20 @@ class Unigram(Spelling):
     def spelled(self, token: str, kept: Collection[str]) -> list[str]:
         """The best other spelling, by dynamic programming over its ends."""
         scores = self.section["vocab"]
-        unknown = min(score for _, score in scores) - 10 if self.in_bytes else -math.inf  # as SentencePiece does
         best: list[tuple[float, list[str]]] = [(0.0, [])]
         for end in range(1, len(token) + 1):
-            options = [(best[end - 1][0] + unknown, best[end - 1][1] + self._bytes_of(token[end - 1]))]
+            options = [(best[end - 1][0] + self._unknown_score, best[end - 1][1] + self._bytes_of(token[end - 1]))]
             for start in range(end):
                 piece = token[start:end]
                 if piece != token and piece in kept:
                     options.append((best[start][0] + scores[self.tokens[piece]][1], [*best[start][1], piece]))
             best.append(max(options, key=lambda option: option[0]))
         return best[-1][1]
+
+    @cached_property
+    def _unknown_score(self) -> float:
+        """Score of a character without a token, spelled in bytes, as SentencePiece has it."""
+        return min(score for _, score in self.section["vocab"]) - 10 if self.in_bytes else -math.inf
 
     def reduced(self, numbers: Mapping[str, int]) -> JsonObject:
         """The section with the kept tokens in their old order."""
