@@ -175,6 +175,7 @@ def prune(
     from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
     from iobs.cli.running import OutputPlace, saying_how_to_continue
     from iobs.cli.vocabulary import is_vocabulary, prune_vocabulary, refuse_useless
+    from iobs.pruning.runtime.ranks import current
 
     settings = _settings(
         pattern, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
@@ -193,7 +194,7 @@ def prune(
     with nullcontext() if dry_run else saying_how_to_continue(place.checkpoint):
         if is_vocabulary(settings.options.pattern):
             smaller, report = prune_vocabulary(model, settings, calibration.eval_data, loading, dry_run, talk.as_json)
-            if report is not None:
+            if report is not None and current().first:  # ranks do the same work, and one writes
                 _write_and_show(smaller, report, settings, place, talk.as_json)
         elif settings.options.low_memory:
             prune_low_memory(model, settings, loading.device, place, dry_run, talk.as_json, streams or "auto")
