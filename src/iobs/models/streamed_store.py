@@ -130,8 +130,8 @@ class StreamedStore(BlockwiseStore):
         """Do nothing: the weights are in files."""
         return nullcontext()
 
-    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
-        """Choose the layers to prune, all of them inside blocks.
+    def select(self, include: Names, ignore: Names, depthwise: bool, embeddings: bool = False) -> Selection:
+        """Choose the layers to prune, all of them inside blocks: no embeddings.
 
         Raises:
             LayerSelectionError: no chosen layer is inside a block, or a name pattern matches nothing.

@@ -356,6 +356,7 @@ def sweep_of(workspace: Workspace, samples: Samples, index: int) -> Sweep:
         moments=Moments(workspace.request.seed + index, means=recipe.refits_biases, drift=TARGETS[recipe.target].drift),
         ranks=workspace.ranks,
         residency=workspace.store,
+        tables=workspace.table_metrics,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from iobs.core.files import expanded
 from iobs.core.grids import Budget
-from iobs.core.patterns import Pattern, as_pattern
+from iobs.core.patterns import Pattern, Rate, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a, shown
 from iobs.openmp import ensure_sleep
@@ -133,7 +133,7 @@ def prune(
     require_whole(parsed, store.whole)
 
     def select() -> tuple[Selection, Request]:
-        layers = store.select(include, ignore, chosen.depthwise)
+        layers = store.select(include, ignore, chosen.depthwise, isinstance(parsed, Rate))
         return requested(chosen, parsed, layers, holdout, seed, checkpoint)
 
     normed = normed_weights(store.model)

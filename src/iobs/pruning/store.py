@@ -86,9 +86,9 @@ class Store(Residency):
         """
         return observe(self.model, batches, seed)
 
-    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+    def select(self, include: Names, ignore: Names, depthwise: bool, embeddings: bool = False) -> Selection:
         """Choose the layers to prune; arguments and errors as in `network.selection.select`."""
-        return select(self.model, include, ignore, depthwise=depthwise)
+        return select(self.model, include, ignore, depthwise=depthwise, embeddings=embeddings)
 
     def collect_batches(self, data: Iterable[Batch] | Batch) -> list[Batch]:
         """Collect and check the calibration batches.

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, Rate
 from iobs.errors import ProblemError, first_line
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.calibration.gram import Gram, plain_gram
 from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.descent.batches import drawn_batches, samples_of_step
@@ -24,7 +25,7 @@ from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.patterns import rows_compete
-from iobs.pruning.network.layers import Layer, biases_of, holds_weights
+from iobs.pruning.network.layers import Layer, biases_of, embeddings_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import describe_part, plain
@@ -272,6 +273,7 @@ class Workspace:
                     self.chain,
                     self.fit,
                     seed=self.request.seed,
+                    tables=self.tables,
                     ranks=self.ranks,
                     residency=self.store,
                 )
@@ -284,6 +286,21 @@ class Workspace:
         return self._fisher
 
     @property
+    def tables(self) -> tuple[Layer, ...]:
+        """The layers that are coded as tables of embeddings."""
+        found = {*embeddings_of(self.store.model, self.selection.layers).values()}
+        return tuple(layer for layer in found if isinstance(self.request.patterns[layer], Rate))
+
+    @property
+    def table_metrics(self) -> dict[Layer, Gram]:
+        """The metrics of the rows of tables of embeddings; the plain one where prices are not known."""
+        lookups, device = self.fisher.lookups if self.tables else {}, self.store.device
+        return {
+            layer: lookups[layer].gram(device) if layer in lookups else plain_gram(1, layer.shape[1], device)
+            for layer in self.tables
+        }
+
+    @property
     def by_position(self) -> bool:
         """True if the model gives an output for every position of text."""
         return has_outputs_by_position(self.fit.batches[0])
@@ -292,6 +309,7 @@ class Workspace:
         """Relative weights of the errors of a layer's rows, (rows,); None if they decide nothing."""
         weighs = self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or self.by_position)
         weighs = weighs and rows_compete(self.request.patterns[layer])
+        weighs = weighs or layer in self.tables  # frequencies of tokens
         return self.fisher.relative(layer) if weighs else None
 
     @property

@@ -85,9 +85,9 @@ class OffloadedStore(BlockwiseStore):
                 self._memory.send_all()
                 self._dense, self._original = None, {}
 
-    def select(self, include: Names, ignore: Names, depthwise: bool) -> Selection:
+    def select(self, include: Names, ignore: Names, depthwise: bool, embeddings: bool = False) -> Selection:
         """Choose the layers to prune, among those that classes show; arguments and errors as in `Store.select`."""
-        selection = super().select(include, ignore, depthwise)
+        selection = super().select(include, ignore, depthwise, embeddings)
         return Selection(selection.layers, unobserved(selection.skipped))
 
     @contextmanager

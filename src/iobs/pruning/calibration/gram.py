@@ -368,8 +368,12 @@ def by_magnitude(
         heldout: Gram on held-out samples, or None.
         tokens: that were routed to an expert.
     """
-    identity = torch.eye(columns, dtype=torch.float64, device=device).repeat(groups, 1, 1)
-    return Statistics(Gram(identity, count=1), heldout, tokens, f"pruned by magnitude: {reason}")
+    return Statistics(plain_gram(groups, columns, device), heldout, tokens, f"pruned by magnitude: {reason}")
+
+
+def plain_gram(groups: int, columns: int, device: torch.device) -> Gram:
+    """The identity as Gram."""
+    return Gram(torch.eye(columns, dtype=torch.float64, device=device).repeat(groups, 1, 1), count=1)
 
 
 def target_energy(gram: Gram, target: Tensor, ranks: Ranks = ALONE) -> float:

@@ -7,12 +7,17 @@ quadratic of every layer is measured in nats of the model's loss, and layers, ro
 
 Matrices whose output no module returns, such as experts in one parameter, have their price from the gradient of the
 weight, G = sum_t g_t x_t^T: row i costs E[norm(G_i)^2] / E[norm(x_t)^2].
+
+The table of an embedding has its tokens as rows. An error d of the row of token v costs 1/2 n_v d^T F d nats, where n_v
+is the frequency of the token and F the Fisher information of the embedding's output. A head with the same table adds
+1/2 f_v d^T H d, with the price f_v of its row and the Gram H of its inputs. Both together are close to one metric
+for all rows, sum(f) H + F, and a price for each (`Lookup`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,10 +28,10 @@ from iobs.errors import ProblemError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped
-from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.replay import BEFORE, StopForward, Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
-from iobs.pruning.network.layers import CONVOLUTIONS, Layer
+from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -42,6 +47,25 @@ _FLOOR = 0.1
 _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """What errors of the table of an embedding cost: 1/2 sum_v prices[v] d_v^T metric d_v nats.
+
+    Attributes:
+        metric: (features, features) float64.
+        prices: (tokens,) float64, positive.
+        count: positions that the metric was measured on.
+    """
+
+    metric: Tensor
+    prices: Tensor
+    count: int
+
+    def gram(self, device: torch.device) -> Gram:
+        """The metric in place of the Gram of inputs, which is diagonal and has a column for every token."""
+        return Gram(self.metric[None].to(device), count=self.count)
+
+
 @dataclass
 class RowFisher:
     """Prices of the squared errors of output rows.
@@ -50,20 +74,28 @@ class RowFisher:
         outputs: (rows,) float64 by layer, squared gradients at the outputs of modules, for one output of the model.
         products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
             model. They are prices times the squared norm of an input.
+        lookups: by layer, of tables of embeddings.
     """
 
     outputs: dict[Layer, Tensor] = field(default_factory=dict)
     products: dict[Layer, Tensor] = field(default_factory=dict)
+    lookups: dict[Layer, Lookup] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
         """True if there is a price of any row."""
-        return bool(self.outputs or self.products)
+        return bool(self.outputs or self.products or self.lookups)
 
     def tensors(self) -> dict[str, Tensor]:
         """The prices by a name for each, for a checkpoint."""
-        named = [("output", self.outputs), ("product", self.products)]
-        return {f"{kind} {layer.name}": rows for kind, prices in named for layer, rows in prices.items()}
+        named = [
+            ("output", self.outputs),
+            ("product", self.products),
+            ("metric", {layer: lookup.metric for layer, lookup in self.lookups.items()}),
+            ("price", {layer: lookup.prices for layer, lookup in self.lookups.items()}),
+            ("count", {layer: torch.tensor(lookup.count) for layer, lookup in self.lookups.items()}),
+        ]
+        return {f"{kind} {layer.name}": values for kind, of_layers in named for layer, values in of_layers.items()}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], layers: Sequence[Layer]) -> RowFisher:
@@ -72,10 +104,15 @@ class RowFisher:
         def prices(kind: str) -> dict[Layer, Tensor]:
             return {layer: tensors[f"{kind} {layer.name}"] for layer in layers if f"{kind} {layer.name}" in tensors}
 
-        return cls(prices("output"), prices("product"))
+        metrics, of_tokens, counts = prices("metric"), prices("price"), prices("count")
+        lookups = {layer: Lookup(metrics[layer], of_tokens[layer], int(counts[layer])) for layer in metrics}
+        return cls(prices("output"), prices("product"), lookups)
 
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
+        if layer in self.lookups:
+            prices = self.lookups[layer].prices
+            return prices / prices.mean()
         prices = self.outputs.get(layer, self.products.get(layer))
         return None if prices is None else (prices / prices.mean() + _FLOOR) / (1 + _FLOOR)
 
@@ -86,6 +123,8 @@ class RowFisher:
             layer: the layer.
             gram: of its inputs; the error is the mean over these.
         """
+        if layer in self.lookups:
+            return 0.5 * self.lookups[layer].prices
         if layer in self.outputs:
             prices = self.outputs[layer]
         elif layer in self.products:
@@ -103,6 +142,7 @@ def row_fisher(
     part: Samples,
     *,
     seed: int,
+    tables: Sequence[Layer] = (),
     ranks: Ranks = ALONE,
     residency: Residency | None = None,
 ) -> RowFisher:
@@ -114,8 +154,9 @@ def row_fisher(
         model: the dense model, in eval mode; its parameters need not ask for gradients.
         layers: the layers to prune.
         chain: blocks along which the model can be run; empty: the model is run as a whole.
-        part: samples; at most `PROBE` of them and `PROBE_TOKENS` tokens are used.
+        part: samples; at most `PROBE` of them and `PROBE_TOKENS` tokens are used, and all of them to count tokens.
         seed: of the drawn labels.
+        tables: those of the layers whose price is that of a table of an embedding.
         ranks: processes that share the samples.
         residency: brings the blocks into memory, and keeps hidden states.
 
@@ -130,7 +171,9 @@ def row_fisher(
         for piece in batches.pieces(batch):
             data.append(piece)
             draws.append(generator)
-    squares = _Squares(model, layers)
+    squares = _Squares(model, layers, tables)
+    if squares.embeddings:
+        squares.count_tokens(chain, ranks.share(part).batches)
     if chain:
         _BlockwisePass(model, layers, chain, data, draws, squares, residency or Residency()).run()
     else:
@@ -146,13 +189,40 @@ class _Squares:
         model: the model.
         layers: the layers to prune. The gradient is taken at the output of the module of a called layer, and at the
             weight of the others.
+        tables: those of the layers whose price is that of a table of an embedding.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer]) -> None:
         self.model = model
         sums = {layer: torch.zeros(layer.shape[0], dtype=torch.float64) for layer in layers}
         self.outputs = {layer: rows for layer, rows in sums.items() if layer.is_called}
         self.products = {layer: rows for layer, rows in sums.items() if not layer.is_called}
+        self.embeddings = embeddings_of(model, tables)
+        self.lookups = {layer: _LookupSums.empty(layer) for layer in self.embeddings.values()}
+
+    @torch.no_grad()
+    def count_tokens(self, chain: list[Block], data: list[Batch]) -> None:
+        """Count how often the embeddings look up each of their rows, without padding.
+
+        Args:
+            chain: blocks of the model, of which none is run; without them the model is run up to its embeddings.
+            data: batches.
+        """
+        uncalled: set[str] = set()
+
+        def count(batch: Batch, path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
+            self.lookups[self.embeddings[path]].count(_first(args, kwargs), attended(self.model, batch))
+            uncalled.discard(path)
+            if not uncalled and not chain:
+                raise StopForward
+
+        for index, batch in enumerate(data):
+            uncalled.update(self.embeddings)
+            with suppress(StopForward), after_calls(self.model, self.embeddings, partial(count, batch)):
+                if chain:
+                    Stream(self.model, data, chain).run(BEFORE, index)
+                else:
+                    batches.forward(self.model, batch)
 
     def add(
         self, layers: Sequence[Layer], compute: Callable[[], Tensor], *inputs: Tensor, pull: Tensor | None = None
@@ -168,14 +238,15 @@ class _Squares:
         Returns:
             The gradients of the inputs.
         """
-        calls: list[tuple[str, Tensor]] = []
-        by_path = {layer.path: layer for layer in layers if layer in self.outputs}
+        calls: list[_Call] = []
+        by_path = {layer.path: layer for layer in layers if layer in self.outputs and layer.path not in self.embeddings}
+        looked_up = {path: layer for path, layer in self.embeddings.items() if layer in layers}
         by_weight = [layer for layer in layers if layer in self.products]
         stored = {layer.key: layer.stored(self.model) for layer in by_weight}
         with _asking_for_gradients(stored.values()), torch.enable_grad():
-            with _recorded(self.model, {*by_path}, calls):
+            with _recorded(self.model, {*by_path, *looked_up}, calls):
                 value = compute()
-            sources = [*inputs, *(output for _, output in calls), *stored.values()]
+            sources = [*inputs, *(call.output for call in calls), *stored.values()]
             gradients: list[Tensor | None] = [None] * len(sources)
             if value.requires_grad and sources:
                 try:
@@ -187,14 +258,20 @@ class _Squares:
                         f"The model's outputs have no gradient ({first_line(error)}). {_WITHOUT}"
                     ) from error
         first, last = len(inputs), len(inputs) + len(calls)
-        for (path, output), gradient in zip(calls, gradients[first:last], strict=True):
-            if gradient is not None:
-                axis, module = output.ndim - 1, self.model.get_submodule(path)
-                if isinstance(module, CONVOLUTIONS):
-                    axis -= len(module.kernel_size)
-                squares = gradient.double().square().movedim(axis, -1)
-                rows = squares[None].flatten(0, -2).sum(0)  # a layer may be called on one vector
-                self.outputs[by_path[path]] += rows.cpu()
+        for call, gradient in zip(calls, gradients[first:last], strict=True):
+            if gradient is None:
+                continue
+            if call.path in looked_up:
+                layer = looked_up[call.path]
+                self.lookups[layer].add(call, gradient, layer.stored(self.model).detach())
+                continue
+            layer, axis, module = by_path[call.path], gradient.ndim - 1, self.model.get_submodule(call.path)
+            if isinstance(module, CONVOLUTIONS):
+                axis -= len(module.kernel_size)
+            squares = gradient.double().square().movedim(axis, -1)
+            self.outputs[layer] += squares[None].flatten(0, -2).sum(0).cpu()  # a layer may be called on one vector
+            if layer in self.lookups:  # a head: padded positions have no gradient, and no part in the metric
+                self.lookups[layer].add_inputs(call.input[squares.sum(-1) > 0])
         of_parameter = dict(zip(stored, gradients[last:], strict=True))
         for layer in by_weight:
             gradient = of_parameter[layer.key]
@@ -211,14 +288,118 @@ class _Squares:
         Layers without a finite gradient are left out.
         """
         total = torch.tensor(float(count), dtype=torch.float64)
-        for tensor in (total, *self.outputs.values(), *self.products.values()):
+        of_lookups = [tensor for sums in self.lookups.values() for tensor in sums.tensors]
+        for tensor in (total, *self.outputs.values(), *self.products.values(), *of_lookups):
             ranks.sum(tensor)
 
         def usable(sums: dict[Layer, Tensor]) -> dict[Layer, Tensor]:
             means = {layer: rows / total.clamp_min(1.0) for layer, rows in sums.items()}
             return {layer: rows for layer, rows in means.items() if bool(rows.isfinite().all()) and bool(rows.any())}
 
-        return RowFisher(usable(self.outputs), usable(self.products))
+        prices = usable(self.outputs)
+        lookups = {layer: sums.result(prices.pop(layer, None), total) for layer, sums in self.lookups.items()}
+        usable_lookups = {
+            layer: lookup
+            for layer, lookup in lookups.items()
+            if bool(lookup.metric.isfinite().all()) and bool(lookup.metric.any())
+        }
+        return RowFisher(prices, usable(self.products), usable_lookups)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module: its path, its first argument, and its output, a tensor that asks for a gradient."""
+
+    path: str
+    input: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class _LookupSums:
+    """Sums that the price of a table of an embedding is made of.
+
+    Args:
+        counts: (tokens,) float64, how often each row is looked up in all samples.
+        gradients: (features, features) float64, of products of gradients at looked-up rows.
+        inputs: (features, features) float64, of products of the inputs of a head with the same table.
+        calls: (1,) float64, number of the positions with inputs.
+    """
+
+    counts: Tensor
+    gradients: Tensor
+    inputs: Tensor
+    calls: Tensor
+
+    @classmethod
+    def empty(cls, layer: Layer) -> _LookupSums:
+        """Sums of nothing."""
+        tokens, features = layer.shape
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64)
+
+        return cls(zeros(tokens), zeros(features, features), zeros(features, features), zeros(1))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All sums."""
+        return self.counts, self.gradients, self.inputs, self.calls
+
+    def count(self, indices: Tensor, attended: Tensor | None) -> None:
+        """Count looked-up rows."""
+        values = unpadded(indices[..., None], attended)
+        self.counts.add_(torch.bincount(values.flatten().cpu(), minlength=len(self.counts)))
+
+    def add(self, call: _Call, gradient: Tensor, table: Tensor) -> None:
+        """Add the gradients at the output of an embedding, (..., features), for its indices (...).
+
+        An embedding may multiply its rows by a number.
+        """
+        rows, output = table[call.input].double(), call.output.detach().double()
+        scale = float((rows * output).sum() / rows.square().sum().clamp_min(1e-30))
+        errors = (gradient.double() * scale).flatten(0, -2)
+        self.gradients.add_((errors.T @ errors).cpu())
+
+    def add_inputs(self, inputs: Tensor) -> None:
+        """Add inputs of a head, (count, features)."""
+        values = inputs.detach().double()
+        self.inputs.add_((values.T @ values).cpu())
+        self.calls.add_(len(values))
+
+    def result(self, prices: Tensor | None, outputs: Tensor) -> Lookup:
+        """The metric and the prices of the rows.
+
+        Args:
+            prices: (tokens,) of a head with the same table, for one output of the model; None without one.
+            outputs: number of outputs of the model.
+        """
+        frequencies, metric = frequencies_of(self.counts), self.gradients / outputs.clamp_min(1.0)
+        if prices is None or not bool(self.calls):
+            return Lookup(metric, frequencies, int(outputs))
+        prices, inputs = (prices + _FLOOR * prices.mean()) / (1 + _FLOOR), self.inputs / self.calls
+        both = prices.sum() * inputs + metric
+        of_rows = prices * inputs.trace() + frequencies * metric.trace()
+        return Lookup(both, of_rows / both.trace().clamp_min(1e-300), int(outputs))
+
+
+def frequencies_of(counts: Tensor) -> Tensor:
+    """Expected frequencies of tokens, (tokens,) float64, positive, also of those that were never counted.
+
+    A part of each count goes to all tokens alike: absolute discounting, with the discount that counts of one and two
+    tell (Ney, Essen and Kneser 1994, On structuring probabilistic dependences in stochastic language modelling).
+    """
+    once, twice = float((counts == 1).sum()), float((counts == 2).sum())
+    discount = once / (once + 2 * twice) if once else 0.5
+    spread = discount * float((counts > 0).sum()) / len(counts)
+    found = (counts - discount).clamp_min(0.0) + spread
+    return found / found.sum() if bool(counts.any()) else torch.full_like(counts, 1 / len(counts))
+
+
+def _first(args: Args, kwargs: Kwargs) -> Tensor:
+    """The first argument of a module."""
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value
 
 
 @dataclass
@@ -362,8 +543,8 @@ def _asking_for_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(model: nn.Module, paths: set[str], calls: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Append the outputs of modules in forward passes, with their path, as tensors that ask for gradients."""
+def _recorded(model: nn.Module, paths: set[str], calls: list[_Call]) -> Iterator[None]:
+    """Append the calls of modules in forward passes, with outputs that ask for gradients."""
 
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
         if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
@@ -372,7 +553,7 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[tuple[str, Tensor]]
             return output
         if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
             output = output.detach().requires_grad_()
-        calls.append((path, output))
+        calls.append(_Call(path, _first(args, kwargs), output))
         return output.clone()  # later operations may change it in place
 
     with after_calls(model, paths, record):

@@ -11,7 +11,7 @@ receives a group solves its layers before the next group is computed, or only me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -100,6 +100,7 @@ class Sweep:
         ranks: processes that share the batches; Grams are summed over them.
         residency: holds weights and activations.
         changes: the weights of layers change; otherwise they are only measured, and nothing of a stage is kept.
+        tables: the metrics of layers that embeddings look up; these layers come first, since all inputs depend on them.
 
     Attributes:
         without_input: layers that have received no input so far; True if the model uses their weight in some other way.
@@ -116,6 +117,7 @@ class Sweep:
     ranks: Ranks = ALONE
     residency: Residency = field(default_factory=Residency)
     changes: bool = True
+    tables: Mapping[Layer, Gram] = field(default_factory=dict)
     without_input: dict[Layer, bool] = field(default_factory=dict, init=False)
 
     @property
@@ -154,7 +156,7 @@ class Sweep:
         """Streams of the model and of the reference, if there is one, at their start."""
         calibration, heldout = self._shares
         models = [self.model] if self.reference is None else [self.model, self.reference]
-        self.without_input = dict.fromkeys(self.layers, False)
+        self.without_input = dict.fromkeys([layer for layer in self.layers if layer not in self.tables], False)
         data, fetch = calibration.batches + heldout.batches, self.residency.fetch
         return [
             Stream(model, data, self.chain, keep=self.place(number), fetch=fetch) for number, model in enumerate(models)
@@ -195,6 +197,9 @@ class Sweep:
 
         Between two groups only the weights of the layers of this stage may change.
         """
+        if stage == BEFORE:
+            for layer, gram in self.tables.items():
+                yield Group([layer], partial(Statistics, gram))
         for shared in self._order(streams, stage):
             for layer in shared.layers:
                 self.without_input.pop(layer, None)

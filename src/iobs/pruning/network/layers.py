@@ -17,6 +17,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
+_FEWEST_TOKENS = 64  # rows of an embedding that is a layer; steps and tables of fewer weigh as much as their integers
+
 # Layers that an observed forward pass has shown, by model; no class tells them.
 _BY_USE: WeakKeyDictionary[nn.Module, tuple[Layer, ...]] = WeakKeyDictionary()
 _GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LSTM, GRU, plain recurrence
@@ -242,6 +244,30 @@ def layers_by_class(model: nn.Module) -> list[Layer]:
             name = names[id(module.get_parameter(layer.parameter))]
             layers.append(layer if name == layer.key else replace(layer, stored_as=name))
     return layers
+
+
+def embedding_layers(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
+    """The tables of embeddings as matrices (tokens, features), without those that a layer holds already.
+
+    Tables of fewer than `_FEWEST_TOKENS` rows are left out, and those that a forward pass changes (`max_norm`).
+    """
+    held = {id(layer.stored(model)) for layer in layers}
+    found = []
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
+        if weight is None or id(weight) in held or not holds_weights(weight) or module.max_norm is not None:
+            continue
+        if len(weight) >= _FEWEST_TOKENS and weight.numel():
+            held.add(id(weight))
+            found.append(Layer(path, (len(weight), weight.shape[1])))
+    return found
+
+
+def embeddings_of(model: nn.Module, layers: Sequence[Layer]) -> dict[str, Layer]:
+    """The layers whose matrix an embedding looks up, by the paths of the embeddings."""
+    by_parameter = {id(layer.stored(model)): layer for layer in layers if layer.is_called}
+    tables = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return {path: by_parameter[id(table.weight)] for path, table in tables if id(table.weight) in by_parameter}
 
 
 def overlapping(model: nn.Module) -> dict[str, str]:

@@ -17,6 +17,7 @@ from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed,
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
+    embedding_layers,
     find_layers,
     holds_weights,
     joined,
@@ -101,18 +102,20 @@ def select(
     ignore: str | Sequence[str] | None = None,
     *,
     depthwise: bool = False,
+    embeddings: bool = False,
     check_finite: bool = True,
 ) -> Selection:
     """Choose the layers to prune.
 
-    Output heads of language models, weights tied to an embedding and depthwise convolutions are dense by default.
-    Layers that `include` names are pruned nevertheless.
+    Embeddings, output heads of language models, weights tied to an embedding and depthwise convolutions are dense by
+    default. Layers that `include` names are pruned nevertheless.
 
     Args:
         model: any module.
         include: name patterns, shell style ("model.layers.*.mlp.*") or "re:" and a regular expression; None: all.
         ignore: name patterns of layers that stay dense.
         depthwise: prune depthwise convolutions too.
+        embeddings: embeddings can be layers too.
         check_finite: check every entry; False if the weights are not in memory.
 
     Raises:
@@ -124,6 +127,8 @@ def select(
     if include is None:
         _require_merged(model)
     candidates = find_layers(model)
+    if embeddings:
+        candidates += embedding_layers(model, candidates)
     included, ignored = matching(candidates, include, "include"), matching(candidates, ignore, "ignore")
     defaults = _dense_by_default(model, candidates, depthwise)
     layers: list[Layer] = []
@@ -248,7 +253,9 @@ def _dense_by_default(model: nn.Module, layers: list[Layer], depthwise: bool) ->
     heads = {id(head) for head in output_heads(model)}
     for layer in layers:
         module = model.get_submodule(layer.path)
-        if id(layer.stored(model)) in embeddings:
+        if isinstance(module, nn.Embedding):
+            reasons[layer.name] = Reason("embedding", "embedding")
+        elif id(layer.stored(model)) in embeddings:
             reasons[layer.name] = Reason("tied", "tied to an embedding")
         elif layer.stored_as is not None:
             reasons[layer.name] = Reason("shared", f"shares {layer.stored_as}")

@@ -114,6 +114,7 @@ def dense_sweep(workspace: Workspace, layers: tuple[Layer, ...], fit: Samples, h
         ranks=current(),
         residency=workspace.store,
         changes=False,
+        tables=workspace.table_metrics,
     )
 
 

@@ -23,6 +23,7 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.successive_rounding import bits_at, level_at
 
+_CLASSES = 16  # of rows of like size; the rows of rare tokens need fewer bits than those of frequent ones
 _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
@@ -78,7 +79,9 @@ def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) ->
 
 
 def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
-    """Logarithms of the spreads of columns in the metric of a layer, (groups, columns), on the processor.
+    """Logarithms of the spreads of entries in the metric of a layer, on the processor.
+
+    Rows of like size are put together: (classes of rows, columns).
 
     Args:
         weight: (rows, columns) float64, its rows scaled by the roots of their prices.
@@ -92,8 +95,10 @@ def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
             gram = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         damping = max(settings.damping, _LEAST_DAMPING) * float(gram.diagonal().mean())
         shifted = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        found.append(torch.log2((rows.square().mean(0).sqrt() * cholesky(shifted).diagonal()).clamp_min(1e-30)))
-    return torch.stack(found).cpu()
+        by_size = rows[rows.square().sum(1).argsort()]
+        spreads = torch.stack([part.square().mean(0).sqrt() for part in by_size.chunk(_CLASSES)])
+        found.append(torch.log2((spreads * cholesky(shifted).diagonal()).clamp_min(1e-30)))
+    return torch.cat(found).cpu()
 
 
 def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mapping[Layer, Tensor]) -> dict[Layer, float]:
