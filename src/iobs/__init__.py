@@ -14,8 +14,7 @@ from iobs.registration import register as _register
 if _TYPE_CHECKING:
     from iobs import errors, transformers
     from iobs.core.column_groups import Groups
-    from iobs.core.grids import Budget
-    from iobs.core.patterns import NM, Grid, Rate, Unstructured
+    from iobs.core.patterns import NM, Budget, Grid, Rate, Unstructured
     from iobs.core.quadratic import FreeBias, Quadratic, Solution
     from iobs.core.structured import Structured
     from iobs.exports import export
@@ -109,9 +108,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "iobs.core.grids": ("Budget",),
     "iobs.core.column_groups": ("Groups",),
-    "iobs.core.patterns": ("NM", "Grid", "Rate", "Unstructured"),
+    "iobs.core.patterns": ("NM", "Budget", "Grid", "Rate", "Unstructured"),
     "iobs.core.quadratic": ("FreeBias", "Quadratic", "Solution"),
     "iobs.core.structured": ("Structured",),
     "iobs.exports": ("export",),

@@ -159,43 +159,30 @@ def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
 
 
 @pytest.mark.usefixtures("small_embedded")
-def test_prune_to_a_budget_of_bits(run, tmp_path):
+def test_prune_to_bits_a_weight(run, tmp_path):
     out = tmp_path / "out"
-    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--solver", "sparsegpt", *FEW_STEPS, *QUICK).output
+    shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--recipe", "one-shot", *QUICK).output
     assert "bits a weight" in shown
     report = read_report(out / "report.json")
     assert 3.3 < report.bits_per_weight <= 3.4
-    assert "bits_per_weight: 3.4" in (out / "recipe.yaml").read_text(encoding="utf8")
+    assert "rate:3.4" in (out / "recipe.yaml").read_text(encoding="utf8")
     refused = run("prune", "-o", out, "--bits-per-weight", "3", "--bits", "4", *QUICK, code=2).output
     assert "--bits-per-weight" in refused
+    refused = run("prune", "-o", out, "--bits-per-weight", "3", "--megabytes", "1", *QUICK, code=2).output
+    assert "--megabytes" in refused
 
 
-def test_dry_run_of_a_budget_shows_what_the_run_chooses(run, tmp_path):
-    shown = run("prune", "-o", tmp_path / "out", "--bits-per-weight", "3", "--dry-run", *QUICK).output
-    assert shown.count("chosen") == 4  # zeros and bits of two layers
-    assert "at most" in shown
-    assert "even division" not in shown
-    plan = json.loads(run("prune", "--bits-per-weight", "3", "--dry-run", "--json", *QUICK).stdout)
-    assert [(row["zeros"], row["bits"]) for row in plan["layers"]] == [(None, None)] * 2
-    weights = sum(prod(row["shape"]) for row in plan["layers"])
-    assert plan["budget"] == {"bits_per_weight": 3.0, "weights": weights, "most_bytes": 3 * weights // 8}
-    assert "at most" in plan["about"]
+def test_dry_run_of_a_size_shows_its_bits_and_its_least(run, tmp_path):
+    shown = run("prune", "-o", tmp_path / "out", "--megabytes", "0.7", "--dry-run", *QUICK).output
+    assert "divides the bits" in shown
+    message = one_error(run("prune", "-o", tmp_path / "out", "--megabytes", "0.01", "--dry-run", *QUICK, code=2))
+    assert "The least for this network is" in message
     shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
     assert "bits a weight" in shown
     assert "4.1" in shown or "4.2" in shown
     plan = json.loads(run("prune", "--sparsity", "50%", "--bits", "4", "--dry-run", "--json", *QUICK).stdout)
     assert all(2 * row["zeros"] == prod(row["shape"]) < row["bits"] for row in plan["layers"])
     assert "even division" in plan["about"]
-    assert "budget" not in plan
-
-
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_budget_of_bits_with_one_block_in_memory_is_refused_first(run, tmp_path, dry):
-    options = "--bits-per-weight", "3", "--low-memory", *dry
-    message = one_error(run("prune", "-o", tmp_path / "out", *options, *QUICK, code=2))
-    assert "budget of bits" in message
-    assert "--bits 3" in message
-    assert not (tmp_path / "out").exists()
 
 
 def test_bits_are_given_once(run, tmp_path):

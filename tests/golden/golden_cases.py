@@ -176,7 +176,7 @@ def cases() -> dict[str, Callable[[], Iterable[Tensor]]]:
             runs[f"peer / {name} / woodfisher"] = partial(_peer, name, iobs.WoodFisher(block=50))
             runs[f"peer / {name} / chita++"] = partial(_peer, name, iobs.CHITA(stages=4, block=50))
     runs["prune / perceptron / best, whole"] = partial(_pruned, "perceptron", recipe="best")
-    runs["prune / transformer / budget"] = partial(_pruned, "transformer", iobs.Budget(3.0), "fast")
+    runs["prune / transformer / rate"] = partial(_pruned, "transformer", iobs.Rate(4.0), "fast")
     for family in ("llama", "opt"):
         runs[f"low memory / {family}"] = partial(_low_memory, family)
         runs[f"low memory / {family} / held out"] = partial(_low_memory, family, holdout=0.25, solver="sparsegpt")

@@ -104,7 +104,7 @@ def test_failed_audit_leaves_computed_weights_as_they_were():
     assert "'0' keeps" in str(error.value)
 
 
-@pytest.mark.parametrize("pattern", [0.5, iobs.Budget(3.0), None])
+@pytest.mark.parametrize("pattern", [0.5, iobs.Rate(3.0), None])
 def test_audit_refuses_names_of_no_matrix(pattern):
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))
     with torch.no_grad():

@@ -235,8 +235,7 @@ def prune_low_memory(
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.cost.work import warning_of_days
-    from iobs.pruning.driver import requested
-    from iobs.pruning.plan.bits import require_whole
+    from iobs.pruning.driver import requested, selected_for
     from iobs.pruning.runtime.ranks import current
     from iobs.report import summary_lines, write_report
 
@@ -244,7 +243,6 @@ def prune_low_memory(
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = parse_place(streams)
     require_streamable(recipe)
-    require_whole(options.pattern, False)
     directory = directory and str(expanded(directory))
     if directory is None or not Path(directory).is_dir():
         raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
@@ -254,8 +252,10 @@ def prune_low_memory(
         return
     streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
-    selection = store.select(options.include, options.ignore, recipe.depthwise)
-    selection, request = requested(recipe, options.pattern, selection, options.holdout, options.seed, checkpoint)
+    selection = selected_for(store, options.pattern, options.include, options.ignore, recipe.depthwise)
+    selection, request = requested(
+        store.model, recipe, options.pattern, selection, options.holdout, options.seed, checkpoint
+    )
     if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)

@@ -9,7 +9,6 @@ from iobs.cli import console
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import RunSettings
-    from iobs.core.grids import Budget
     from iobs.core.structured import Structured
     from iobs.models import LoadedModel
     from iobs.pruning.cost.foresight import Foreseen
@@ -39,13 +38,12 @@ def show_layers(
     from rich.table import Table
 
     from iobs.cli.by_blocks import show_peak, show_plan, show_time
-    from iobs.core.grids import Budget, stored_bits
+    from iobs.core.grids import stored_bits
     from iobs.pruning.audit import asked_zeros
 
     patterns, pattern = request.patterns, request.pattern
-    chosen = {layer: isinstance(layer_pattern, Budget) for layer, layer_pattern in patterns.items()}
-    zeros = {layer: None if chosen[layer] else asked_zeros(patterns[layer], layer.shape) for layer in patterns}
-    bits = {layer: None if chosen[layer] else stored_bits(patterns[layer], layer.shape) for layer in patterns}
+    zeros = {layer: asked_zeros(patterns[layer], layer.shape) for layer in patterns}
+    bits = {layer: stored_bits(patterns[layer], layer.shape) for layer in patterns}
     about = _about_the_division(request)
     if as_json:
         layers = [
@@ -53,23 +51,22 @@ def show_layers(
             for layer, count in zeros.items()
         ]
         dense = {name: str(reason) for name, reason in skipped.items()}
-        budget = {"budget": _bounds(request, pattern)} if isinstance(pattern, Budget) else {}
         blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
         if foreseen is not None:
             blocks |= {"seconds": foreseen.forecast.seconds, "phases": foreseen.forecast.phases}
             blocks |= {"peaks": foreseen.peaks} if foreseen.peaks else {}
             blocks |= {"form": foreseen.form} if foreseen.form else {}
         result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
-        console.print_json({**result, **budget, **blocks})
+        console.print_json({**result, **blocks})
         return
     table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
     table.add_column("layer", overflow="fold")
-    names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) or any(chosen.values()) else [])]
+    names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) else [])]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for layer, count in zeros.items():
         stored = bits[layer]
-        shown = "chosen" if chosen[layer] else f"{stored / layer.weights:.3g}" if stored else "-"
+        shown = f"{stored / layer.weights:.3g}" if stored else "-"
         cells = " x ".join(map(str, layer.shape)), "chosen" if count is None else f"{count:,} of {layer.weights:,}"
         table.add_row(layer.name, *cells, *([shown] * (len(names) - 2)))
     out = console.output_console()
@@ -87,22 +84,15 @@ def show_layers(
         console.say(about)
 
 
-def _bounds(request: Request, budget: Budget) -> dict[str, float]:
-    """Bounds that a budget sets before a run: bits of a weight, the number of weights, and their most bytes."""
-    weights = sum(layer.weights for layer, layer_pattern in request.patterns.items() if layer_pattern is budget)
-    most = int(budget.bits_per_weight * weights / 8)
-    return {"bits_per_weight": budget.bits_per_weight, "weights": weights, "most_bytes": most}
-
-
 def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
-    from iobs.core.grids import Budget
+    from iobs.core.patterns import Rate
     from iobs.pruning.plan.counts import under_pattern
 
     pattern = request.pattern
-    if isinstance(pattern, Budget):
-        size = _bounds(request, pattern)["most_bytes"] / 1e6
-        return f"The run chooses zeros and bits of these layers; they take at most {size:.3g} MB with masks and scales."
+    if isinstance(pattern, Rate) and request.recipe.division.criterion != "uniform":
+        size = sum(layer.weights for layer, own in request.patterns.items() if own is pattern) * pattern.bits / 8e6
+        return f"The run divides the bits among these layers; together they take {size:.4g} MB."
     allocation = under_pattern(request.recipe.division, pattern)
     moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""

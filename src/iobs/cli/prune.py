@@ -34,8 +34,9 @@ class PatternOptions:
         pattern (N:M|structured:SHARE): Instead: keep N of every M neighbours, as 2:4; or remove whole units, as
             structured:30%.
         bits (2..8): Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros.
-        bits_per_weight (NUMBER): Instead: choose zeros and bits of every layer within these bits, with masks and
-            scales.
+        bits_per_weight (NUMBER): Instead: integers whose entropy code has this many bits a weight, as 3.0.
+        megabytes (NUMBER): Instead: integers so that the packed file of the whole network has this size, embeddings
+            and heads included.
         of (COST): Of structured:SHARE: macs (default), parameters or latency.
         runtime (NAME): Of structured:SHARE: times are those of torch (default) or onnx.
         units (KIND): Of structured:SHARE: auto (channels, neurons, heads; default), stream, blocks, experts
@@ -46,6 +47,7 @@ class PatternOptions:
     pattern: Annotated[str | None, options.completed(options.PATTERNS)] = None
     bits: int | None = None
     bits_per_weight: float | None = None
+    megabytes: float | None = None
     of: str | None = None
     runtime: str | None = None
     units: str | None = None
@@ -57,18 +59,21 @@ class PatternOptions:
             typer.BadParameter: options that exclude each other.
             PatternError: the options name no pattern.
         """
-        from iobs.core.grids import Budget, grid_of
-        from iobs.core.patterns import Grid, parse
+        from iobs.core.grids import grid_of
+        from iobs.core.patterns import Budget, Grid, Rate, parse
 
         if self.pattern is not None and self.sparsity is not None:
             raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
         text = self.pattern if self.pattern is not None else self.sparsity
-        if self.bits_per_weight is not None:
-            if text is not None or self.bits is not None:
+        sizes = {"--bits-per-weight": self.bits_per_weight, "--megabytes": self.megabytes}
+        for option, size in sizes.items():
+            if size is None:
+                continue
+            if text is not None or self.bits is not None or None not in sizes.values():
                 raise typer.BadParameter(
-                    "give it without --sparsity, --pattern and --bits", param_hint="--bits-per-weight"
+                    "give one of --sparsity, --pattern, --bits, --bits-per-weight and --megabytes", param_hint=option
                 )
-            return Budget(self.bits_per_weight)
+            return Rate(size) if option == "--bits-per-weight" else Budget(megabytes=size)
         for name in ("of", "runtime", "units"):
             value = getattr(self, name)
             if value is not None and not (text or "").startswith("structured"):
@@ -339,7 +344,7 @@ def _prune_resident(
     from iobs.models import check_output, size_in_bytes
     from iobs.models.factory import is_built_by_code
     from iobs.pruning.cost.foresight import foresee
-    from iobs.pruning.driver import requested
+    from iobs.pruning.driver import requested, selected_for
     from iobs.pruning.runtime.ranks import current
     from iobs.pruning.store import Store
 
@@ -351,9 +356,10 @@ def _prune_resident(
     if isinstance(pattern, Structured) and pattern.uniform is False and not is_built_by_code(model or ""):
         loaded = _with_unequal_widths(loaded)
     if not isinstance(pattern, Structured):  # units are found by a forward pass, and their names in the run
-        selection = Store(loaded.module).select(run_options.include, run_options.ignore, settings.recipe.depthwise)
+        depthwise, whole = settings.recipe.depthwise, Store(loaded.module)
+        selection = selected_for(whole, pattern, run_options.include, run_options.ignore, depthwise)
         selection, request = requested(
-            settings.recipe, pattern, selection, run_options.holdout, run_options.seed, checkpoint
+            loaded.module, settings.recipe, pattern, selection, run_options.holdout, run_options.seed, checkpoint
         )
     store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn

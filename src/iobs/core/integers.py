@@ -68,8 +68,8 @@ class Integers:
 
     def bits(self) -> float:
         """Bits of the matrix in a file, within a third of a percent."""
-        factors, steps = (_SIDE * _entropy(_places(values)) for values in (self.factors, self.steps))
-        return Classes.of(self.codes).bits(self.codes) + min(_STEP_BITS * len(self.steps), steps) + factors
+        steps = min(_STEP_BITS * len(self.steps), side_bits(self.steps))
+        return Classes.of(self.codes).bits(self.codes) + steps + side_bits(self.factors)
 
     @classmethod
     def of(cls, weight: Tensor) -> Integers | None:
@@ -195,6 +195,11 @@ def matrices_of(tensor: Tensor) -> list[list[Tensor]]:
     elif tensor.ndim == 2 and len(tensor) % 3 == 0:
         ways.append(list(tensor.chunk(3)))
     return ways
+
+
+def side_bits(values: Tensor) -> float:
+    """Bits of what each row or column has of its own, such as factors (rows,)."""
+    return _SIDE * _entropy(_places(values))
 
 
 def step_bits(dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ for N:M.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
@@ -235,6 +236,45 @@ class Rate:
 _MOST_BITS = 12
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a network in its file: everything that is stored, without tokenizer files.
+
+    `iobs.prune` makes it a `Rate` of all weight matrices, embeddings and heads among them, or of those that `include`
+    names; what stays dense is stored in bfloat16 and counts too. One number divides the bits among matrices and rows,
+    by what their errors cost the network's loss. `iobs.save_packed` writes the file.
+
+    Args:
+        bits_per_weight: bits of the file, divided by the number of parameters.
+        megabytes: of the file, in 1e6 bytes; one of the two is given.
+
+    Raises:
+        PatternError: none or both are given, or not a positive number.
+    """
+
+    bits_per_weight: float | None = None
+    megabytes: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.bits_per_weight, self.megabytes) if value is not None]
+        if len(given) != 1 or not is_a(Real, given[0]) or not 0 < given[0] < math.inf:
+            raise PatternError(
+                "A budget is one positive number: iobs.Budget(megabytes=60), or iobs.Budget(bits_per_weight=3.0); got "
+                f"bits_per_weight={self.bits_per_weight!r} and megabytes={self.megabytes!r}."
+            )
+
+    def bits(self, parameters: int) -> float:
+        """Bits of the file of a network with this number of parameters."""
+        return 8e6 * self.megabytes if self.bits_per_weight is None else self.bits_per_weight * parameters  # type: ignore[operator]
+
+    def groups(self, shape: tuple[int, int]) -> Partition:
+        """One group that keeps all entries."""
+        return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
+
+    def __str__(self) -> str:
+        return f"{self.megabytes:.12g}MB" if self.bits_per_weight is None else f"budget:{self.bits_per_weight:.12g}"
+
+
 def require_pattern(pattern: object) -> None:
     """Raise unless an object is a pattern: a number or a string is none.
 
@@ -254,7 +294,8 @@ def keep_count(size: int, sparsity: float) -> int:
 def parse(text: str) -> Pattern:
     """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
-    "rate:3.0" makes weights integers whose code has 3 bits a weight.
+    "rate:3.0" makes weights integers whose code has 3 bits a weight. "60MB" is the size of the network's file, and
+    "budget:3.0" that of 3 bits for each of its parameters.
 
     "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,runtime=onnx".
 
@@ -262,11 +303,11 @@ def parse(text: str) -> Pattern:
         PatternError: the text is not a pattern.
     """
     if text.startswith("rate:"):
-        try:
-            rate = float(text.removeprefix("rate:"))
-        except ValueError:
-            raise _unreadable(text) from None
-        return Rate(rate)
+        return Rate(_number(text.removeprefix("rate:"), text))
+    if text.startswith("budget:"):
+        return Budget(bits_per_weight=_number(text.removeprefix("budget:"), text))
+    if text.upper().endswith("MB"):
+        return Budget(megabytes=_number(text[:-2], text))
     if text.startswith("structured"):
         amount, _, options = text.removeprefix("structured").lstrip(":").partition(",")
         if not amount:
@@ -300,11 +341,18 @@ def share(text: str) -> float:
         raise _unreadable(text) from None
 
 
+def _number(number: str, text: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise _unreadable(text) from None
+
+
 def _unreadable(text: str) -> PatternError:
     return PatternError(
         f"Cannot read the pattern {text!r}: "
-        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, a grid such as int4, a rate such as rate:3.0, or "
-        "structured:30%."
+        "give a sparsity such as 0.5 or 50%, N:M such as 2:4, a grid such as int4, a rate such as rate:3.0, a "
+        "size such as 60MB, or structured:30%."
     )
 
 

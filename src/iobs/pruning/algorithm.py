@@ -21,7 +21,6 @@ from itertools import count
 
 from torch import Tensor
 
-from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
@@ -453,7 +452,7 @@ def _note_lost_zeros(workspace: Workspace) -> None:
         pattern, advice = workspace.request.pattern, "keep_zeros=True keeps them."
         if workspace.request.sites.sites:
             advice = "Remove units first, and prune entries afterwards."
-        elif isinstance(pattern, Budget) or is_rounded([pattern]):
+        elif is_rounded([pattern]):
             advice = "Ask for the zeros and the grid in one run."
         workspace.callbacks.on_note(f"{lost:,} of the {zeros:,} zeros that the matrices had hold values now. {advice}")
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, require_dense, weight_files
-from iobs.core.grids import BITS, Budget, by_channel, codes_and_scales, entries_of, grid_of, stored_bits
+from iobs.core.grids import by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.integers import Integers
-from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured, as_pattern
+from iobs.core.patterns import NM, Budget, Grid, Pattern, Rate, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, is_compressed, library_class, projections
 from iobs.pruning.report import AuditRow
 
-_SLACK = 1.01  # integers that are read back from weights may have a code longer by so much
+_SLACK, _SIDE_BITS = 1.01, 400  # integers that are read back may have a longer code; by so many bits of a matrix
 _CHANGED = "The layer was pruned to another pattern, or changed since."
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 
@@ -41,29 +41,32 @@ def audit(
         source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
         pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
             there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
-            for all layers together, not for each layer. A `Budget` or a `Rate` holds for all layers together, too.
+            for all layers together, not for each layer. A `Rate` holds for all layers together, too.
         layers: names of the pruned layers, or one name. By default these are layers with at least a tenth of the zeros
-            that the pattern asks for; dense layers may hold a few zeros. For a budget, a rate, and a grid that keeps
-            all entries, they are the layers on a grid, or of integers times steps.
+            that the pattern asks for; dense layers may hold a few zeros. For a rate, and a grid that keeps all entries,
+            they are the layers of integers times steps, or on the grid.
 
     Returns:
         One row per matrix, with the exact count of zeros; `asked` is positive for matrices that were checked.
 
     Raises:
         AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned;
-            weights are not on a grid, or need more bits than the budget has.
+            weights are not on a grid, or need more bits than the rate has.
         LayerSelectionError: a name is that of no matrix.
         ModelError: the directory holds no safetensors file, or one is damaged.
-        PatternError: the pattern is none, or does not fit a layer that was pruned.
+        PatternError: the pattern is none, a budget, or does not fit a layer that was pruned.
     """
     expected = None if pattern is None else as_pattern(pattern)
     layers = {layers} if isinstance(layers, str) else layers
+    if isinstance(expected, Budget):
+        raise PatternError(
+            f"{expected} is the size of a file, which `iobs inspect` shows in parts; matrices are checked for a rate, "
+            'such as "rate:3.5".'
+        )
     # Closed at once: until then the weights of a model are folded, and a caller may keep an error and its frames.
     with closing(_of_model(source) if isinstance(source, nn.Module) else _of_files(Path(source))) as matrices:
         return (
-            _within(expected, matrices, layers)
-            if isinstance(expected, (Budget, Rate))
-            else _checked(expected, matrices, layers)
+            _within(expected, matrices, layers) if isinstance(expected, Rate) else _checked(expected, matrices, layers)
         )
 
 
@@ -91,30 +94,25 @@ def _checked(pattern: Pattern | None, matrices: Iterator[Matrix], layers: Collec
     return rows
 
 
-def _within(budget: Budget | Rate, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
-    """Rows of matrices that need at most the bits of a budget together; `bits` is positive for these."""
+def _within(rate: Rate, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
+    """Rows of matrices that need at most the bits of a rate together; `bits` is positive for these."""
+    no_integers = "are no integers times a step for each column"
     rows = []
     for name, matrix, _ in matrices:
         row = counted(name, matrix)
         if layers is None or name in layers:
-            row.bits = coded_bits(matrix) if isinstance(budget, Rate) else _fewest_bits(matrix, budget)
+            row.bits = coded_bits(matrix)
         if row.bits is None and layers is not None and name in layers:
-            raise AuditError(f"The weights of layer {name!r} {_not_stored(budget)}. {_CHANGED}")
+            raise AuditError(f"The weights of layer {name!r} {no_integers}. {_CHANGED}")
         rows.append(row)
     _require_known(layers, rows)
     stored = [row for row in rows if row.bits is not None]
     if not stored:
-        raise AuditError(f"Nothing was pruned to {budget}: the weights of all layers {_not_stored(budget)}.")
+        raise AuditError(f"Nothing was pruned to {rate}: the weights of all layers {no_integers}.")
     bits = sum(row.bits or 0 for row in stored) / sum(row.weights for row in stored)
-    if bits > (budget.bits * _SLACK if isinstance(budget, Rate) else budget.bits_per_weight):
-        raise AuditError(f"The {len(stored)} layers need {bits:.4f} bits a weight, more than {budget}.")
+    if bits > rate.bits * _SLACK + _SIDE_BITS * len(stored) / sum(row.weights for row in stored):
+        raise AuditError(f"The {len(stored)} layers need {bits:.4f} bits a weight, more than {rate}.")
     return rows
-
-
-def _not_stored(budget: Budget | Rate) -> str:
-    if isinstance(budget, Rate):
-        return "are no integers times a step for each column"
-    return f"lie on no grid of {', '.join(map(str, BITS))} bits with groups of {budget.group}"
 
 
 def coded_bits(matrix: Tensor) -> int | None:
@@ -128,16 +126,6 @@ def _require_known(names: Collection[str] | None, rows: Sequence[AuditRow]) -> N
     present = [row.name for row in rows]
     if unknown := [name for name in names or () if name not in present]:
         raise LayerSelectionError(f"layers={unknown} are names of no matrix; the matrices are {listed(present, 5)}.")
-
-
-def _fewest_bits(matrix: Tensor, budget: Budget) -> int | None:
-    """Bits of a matrix on the grid with the fewest bits that holds it; None if none does."""
-    for bits in BITS:
-        if not _lies_on(matrix, Grid(bits, budget.group)):
-            continue
-        shape = (matrix.shape[0], matrix.shape[1])
-        return min(budget.cost(bits, keep, shape) for keep in (int((matrix != 0).sum()), matrix.numel()))
-    return None
 
 
 def _lies_on(matrix: Tensor, grid: Grid) -> bool:
@@ -291,10 +279,10 @@ def audit_layers(
             check(layer.name, matrix, pattern, (layer.kernel,))  # every group, not only the total
             if isinstance(pattern, Rate):
                 if row.bits is None:
-                    raise AuditError(f"The weights of layer {layer.name!r} {_not_stored(pattern)}. {_CHANGED}")
+                    raise AuditError(f"The weights of layer {layer.name!r} are no integers times a step. {_CHANGED}")
                 allowed += pattern.bits * row.weights
                 used += row.bits
-    if used > _SLACK * allowed:
+    if used > _SLACK * allowed + _SIDE_BITS * len(patterns):
         raise AuditError(f"The layers need {used / allowed:.3f} times the bits of their rates. {_CHANGED}")
     return rows
 

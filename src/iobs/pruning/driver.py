@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from iobs.core.files import expanded
-from iobs.core.grids import Budget
-from iobs.core.patterns import Pattern, Rate, as_pattern
+from iobs.core.patterns import Budget, Pattern, Rate, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, ProblemError, is_a, shown
 from iobs.openmp import ensure_sleep
@@ -31,9 +30,8 @@ from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found
 from iobs.pruning.network.usable import require_usable
-from iobs.pruning.plan.bits import require_budget, require_whole
 from iobs.pruning.plan.counts import require_room, under_pattern
-from iobs.pruning.plan.rates import require_rates
+from iobs.pruning.plan.rates import rate_of, require_rates
 from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.structured import as_structured_recipe
@@ -73,8 +71,9 @@ def prune(
             mappings as Hugging Face models take. A tensor or a mapping is one batch.
         pattern: `Unstructured`, `NM`, a sparsity such as 0.5, or text such as "2:4" or "50%". With an allocation
             (recipes "one-shot", "fast" and "best") the sparsity is that of all pruned layers together. Layers left
-            dense do not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Budget(3.0)`
-            chooses sparsity and bits of every layer. `Structured(0.3)` or "structured:30%" removes whole channels,
+            dense do not count. `Grid(4)` or `pattern & Grid(4)` puts the kept weights on a grid, too. `Rate(3.0)` makes
+            weights integers with an entropy code; `Budget(megabytes=60)` does so within the bytes of the whole file,
+            embeddings and heads included. `Structured(0.3)` or "structured:30%" removes whole channels,
             neurons and heads: the model becomes narrower.
         recipe: "fast": the best single projection. "best": rounds of fine-tuning towards the dense model. "one-shot":
             every layer once, no gradient steps. "paper": Algorithm 2 to the letter. Or a `Recipe`, or the path of a
@@ -130,11 +129,10 @@ def prune(
         require_forms(chosen, parsed)
     require_usable(store.model, in_memory=store.in_memory)
     store.require_possible(chosen)
-    require_whole(parsed, store.whole)
 
     def select() -> tuple[Selection, Request]:
-        layers = store.select(include, ignore, chosen.depthwise, isinstance(parsed, Rate))
-        return requested(chosen, parsed, layers, holdout, seed, checkpoint)
+        layers = selected_for(store, parsed, include, ignore, chosen.depthwise)
+        return requested(store.model, chosen, parsed, layers, holdout, seed, checkpoint)
 
     normed = normed_weights(store.model)
     with torch.inference_mode(False), store.prepared():
@@ -147,6 +145,9 @@ def prune(
         require_exact(request.patterns, normed)
         with ProgressBar.shown(progress and current().first) as bar:
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
+            if isinstance(parsed, Budget) and isinstance(request.pattern, Rate):
+                weights = sum(layer.weights for layer in selection.layers)
+                every_callback.on_note(f"{parsed}: {request.pattern.bits:.3f} bits for each of {weights:,} weights.")
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
                 selection = store.check(collected, selection, holdout)
@@ -222,23 +223,46 @@ def _before_observation(
         return None
 
 
+def selected_for(
+    store: Store,
+    pattern: Pattern,
+    include: str | Sequence[str] | None,
+    ignore: str | Sequence[str] | None,
+    depthwise: bool,
+) -> Selection:
+    """The layers to prune: embeddings too if integers are coded, and all matrices if the bytes of a file are given.
+
+    Raises:
+        ModelError, LayerSelectionError, NonFiniteError: as in `network.selection.select`.
+    """
+    if isinstance(pattern, Budget) and include is None:
+        include = "*"
+    return store.select(include, ignore, depthwise, isinstance(pattern, (Rate, Budget)))
+
+
 def requested(
-    recipe: Recipe, pattern: Pattern, selection: Selection, holdout: float, seed: int, checkpoint: str | Path | None
+    model: nn.Module,
+    recipe: Recipe,
+    pattern: Pattern,
+    selection: Selection,
+    holdout: float,
+    seed: int,
+    checkpoint: str | Path | None,
 ) -> tuple[Selection, Request]:
-    """The layers to prune and what is asked of each, checked before any work.
+    """The layers to prune and what is asked of each, checked before any work; a budget becomes a rate.
 
     Raises:
         PatternError, LayerSelectionError, ProblemError: as `prune`.
     """
     require_numbers(holdout, seed)
+    if isinstance(pattern, Budget):
+        pattern, selection = rate_of(pattern, model, selection)
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
     require_solvable(recipe.for_layers(patterns), patterns)
     allocation = under_pattern(recipe.division, pattern)
     require_rates(patterns, None if recipe.division.criterion == "uniform" else pattern)
-    if isinstance(pattern, Budget):
-        require_budget(pattern, [layer.shape for layer, of_layer in patterns.items() if of_layer is pattern])
     require_room(allocation, pattern, [layer for layer, of_layer in patterns.items() if of_layer is pattern])
     return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
 

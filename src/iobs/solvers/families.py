@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from iobs.core.column_groups import Groups
-from iobs.core.grids import Budget
-from iobs.core.patterns import Grid, Pattern, Rate, SparseGrid, require_pattern
+from iobs.core.patterns import Budget, Grid, Pattern, Rate, SparseGrid, require_pattern
 from iobs.errors import PatternError
 from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact

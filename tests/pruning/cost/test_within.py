@@ -57,11 +57,9 @@ def test_forms_of_a_recipe_leave_out_more_and_more():
     assert last == iobs.Recipe(bias=last.bias)
 
 
-def test_a_budget_of_bits_and_bounds_keep_their_division():
+def test_bounds_keep_their_division():
     bounded = iobs.Recipe.preset("fast").but(allocation=iobs.Allocation("fisher", least=0.1))
-    for recipe, pattern in (("fast", iobs.Budget(3.0)), (bounded, as_pattern(0.5))):
-        recipe = iobs.Recipe.preset(recipe) if isinstance(recipe, str) else recipe
-        assert all(form.recipe.division.criterion != "uniform" for form in forms(recipe, pattern))
+    assert all(form.recipe.division.criterion != "uniform" for form in forms(bounded, as_pattern(0.5)))
 
 
 def test_forms_leave_out_only_what_a_pattern_has():

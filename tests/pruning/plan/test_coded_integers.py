@@ -9,7 +9,10 @@ import iobs
 from iobs.core.integers import least_bits
 from iobs.core.patterns import Rate, parse
 from iobs.errors import AuditError, PatternError, ProblemError
+from iobs.pruning.calibration.row_fisher import frequencies_of, row_fisher
+from iobs.pruning.network.layers import embedding_layers, find_layers
 from iobs.pruning.plan.rates import divided
+from iobs.pruning.samples.subsets import Samples
 
 BITS = 4.0
 
@@ -132,3 +135,103 @@ def test_inputs_that_are_always_zero_end_no_division():
     model = nn.Sequential(nn.Linear(32, 96), nn.Threshold(1e9, 0.0), nn.Linear(96, 96))
     report = iobs.prune(model, batches(), iobs.Rate(BITS), "one-shot")
     assert report.bits_per_weight <= 1.01 * BITS
+
+
+class Reader(nn.Module):
+    """Text in, scores of the next token out, with one table for both ends or two."""
+
+    def __init__(self, tokens, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(tokens, 48)
+        self.body = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+        self.head = nn.Linear(48, tokens, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, input_ids):
+        hidden = self.table(input_ids)
+        return self.head(hidden + self.body(hidden))
+
+
+def rare_and_frequent(tokens=256):
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.rand(16, 32, generator=generator) ** 4 * tokens).long() for _ in range(6)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_of_embeddings_are_coded_by_the_frequencies_of_their_tokens(tied):
+    model = Reader(256, tied).eval()
+    data = [{"input_ids": ids} for ids in rare_and_frequent()]
+    dense = model.table.weight.detach().clone()
+    report = iobs.prune(model, data, iobs.Rate(BITS), "one-shot", include="*")
+    names = {row.name for row in report.audit}
+    assert names == {"body.0", "body.2", "head"} | (set() if tied else {"table"})
+    assert report.bits_per_weight <= 1.01 * BITS
+    errors = (model.table.weight.detach() - dense).square().mean(1)
+    if not tied:
+        assert float(errors[:8].mean()) < 0.5 * float(errors[128:].mean())  # the first tokens are frequent
+    iobs.audit(model, iobs.Rate(BITS))
+
+
+def test_metric_of_a_table_is_the_second_order_damage():
+    model = Reader(64, False).eval()
+    data = rare_and_frequent(64)
+    (layer,) = embedding_layers(model, find_layers(model))
+    found = row_fisher(model, [layer], [], Samples.of(data), seed=0, tables=[layer]).lookups[layer]
+    change = 1e-2 * torch.randn(64, 48, dtype=torch.float64)
+    foretold = 0.5 * float((found.prices[:, None] * (change @ found.metric) * change).sum())
+    ids = torch.cat(data)
+    with torch.no_grad():
+        before = model(ids).double().log_softmax(-1)
+        model.table.weight += change.float()
+        after = model(ids).double().log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum(-1).mean())
+    assert foretold == pytest.approx(divergence, rel=0.3)
+
+
+def test_frequencies_leave_a_part_for_tokens_that_were_never_seen():
+    found = frequencies_of(torch.tensor([10.0, 5, 2, 1, 1, 0, 0, 0], dtype=torch.float64))
+    assert float(found.sum()) == pytest.approx(1.0)
+    assert bool((found > 0).all())
+    assert bool((found.diff() <= 0).all())
+    assert float(found[0]) < 10 / 19
+
+
+def test_embeddings_are_coded_only_where_they_are_named():
+    data = [{"input_ids": ids} for ids in rare_and_frequent()]
+    assert {row.name for row in iobs.prune(Reader(256, True), data, iobs.Rate(BITS), "one-shot").audit} == {
+        "body.0",
+        "body.2",
+    }
+    report = iobs.prune(Reader(256, False), data, 0.5, "one-shot", include="*")
+    assert "table" not in {row.name for row in report.audit}
+
+
+def test_budget_is_the_size_of_the_file(tmp_path):
+    model = Reader(2048, False).eval()
+    data = [{"input_ids": ids} for ids in rare_and_frequent(2048)]
+    parameters = sum(value.numel() for value in model.parameters())
+    report = iobs.prune(model, data, iobs.Budget(megabytes=0.08), "one-shot")
+    iobs.save_packed(model, tmp_path / "packed")
+    size = sum(path.stat().st_size for path in (tmp_path / "packed").glob("model*"))
+    assert 0.98 * 80_000 <= size <= 1.03 * 80_000  # heads of small matrices
+    assert any(note.startswith("0.08MB: ") for note in report.notes)
+    assert str(report.settings["pattern"]).startswith("rate:")
+    with pytest.raises(PatternError, match="The least for this network is"):
+        iobs.prune(model, data, iobs.Budget(bits_per_weight=80_00 / parameters), "one-shot")
+
+
+@pytest.mark.parametrize("wrong", [{}, {"megabytes": 0}, {"megabytes": 1, "bits_per_weight": 3}, {"megabytes": "60"}])
+def test_budget_takes_one_positive_number(wrong):
+    with pytest.raises(PatternError, match="A budget is one positive number"):
+        iobs.Budget(**wrong)
+
+
+def test_budgets_as_text_and_not_in_rules_or_audits():
+    for budget in (iobs.Budget(megabytes=58.5), iobs.Budget(3.0)):
+        assert parse(str(budget)) == budget
+    with pytest.raises(PatternError, match="has a budget"):
+        iobs.Rule("0", pattern="60MB")
+    with pytest.raises(PatternError, match="is the size of a file"):
+        iobs.audit(network(), "60MB")

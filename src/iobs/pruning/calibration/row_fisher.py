@@ -49,7 +49,7 @@ _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
 
 @dataclass(frozen=True)
 class Lookup:
-    """What errors of the table of an embedding cost: 1/2 sum_v prices[v] d_v^T metric d_v nats.
+    """The cost of errors of the table of an embedding: 1/2 sum_v prices[v] d_v^T metric d_v nats.
 
     Attributes:
         metric: (features, features) float64.
@@ -111,8 +111,7 @@ class RowFisher:
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
         if layer in self.lookups:
-            prices = self.lookups[layer].prices
-            return prices / prices.mean()
+            return self.lookups[layer].prices / self.lookups[layer].prices.mean()
         prices = self.outputs.get(layer, self.products.get(layer))
         return None if prices is None else (prices / prices.mean() + _FLOOR) / (1 + _FLOOR)
 

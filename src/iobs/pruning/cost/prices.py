@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from iobs.core.column_groups import Groups
-from iobs.core.grids import Budget
 from iobs.core.integers import least_bits
 from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern, Rate, Unstructured
@@ -213,8 +212,8 @@ def _prices_of_solves(
     prices = priced(recipe, patterns, pairs, held_out)
     if under_pattern(recipe.division, pattern).criterion == "uniform":
         return prices
-    measured = dict.fromkeys(patterns, pattern if isinstance(pattern, Budget) else Unstructured(0.5))
-    return replace(prices, of_curves=priced(recipe_of_curves(recipe, pattern), measured, False, False))
+    measured = dict.fromkeys(patterns, Unstructured(0.5))
+    return replace(prices, of_curves=priced(recipe_of_curves(recipe), measured, False, False))
 
 
 def _price_of_solves(
@@ -297,7 +296,7 @@ def _is_foreign(solver: object) -> bool:
 
 
 def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
-    """The pattern of a layer if it fits a shape; units, and bits under a budget, are chosen before the solves."""
+    """The pattern of a layer if it fits a shape; units are chosen before the solves."""
     if isinstance(pattern, Groups):
         index = pattern.index
         if isinstance(index, int) or len(index) != shape[1]:
@@ -306,8 +305,6 @@ def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
         return ChosenGroups(index, keep=len(kept), chosen=kept)
     if isinstance(pattern, Rate):  # steps of the columns of a small matrix need many bits
         return Rate(min(max(pattern.bits, least_bits(shape) + 1), 12))
-    if isinstance(pattern, Budget):
-        return pattern.choice(4, shape[0] * shape[1] // 2, shape)
     try:
         pattern.groups(shape)
     except PatternError:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern
 from iobs.core.steps import in_words
 from iobs.core.structured import Structured
@@ -110,7 +109,7 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
         yield ShorterRecipe(recipe, ", ".join(left_out))
     bounded = division.bounds or division.least or division.most is not None
     divided, weighed = division.criterion != "uniform", recipe.may_weigh_rows and rows_compete(pattern)
-    if (divided or weighed) and not bounded and not isinstance(pattern, Budget):
+    if (divided or weighed) and not bounded:
         recipe = recipe.but(allocation="uniform", curvature="layer")
         left_out.append("equal shares of all layers" if divided else "rows of a layer that count equally")
         yield ShorterRecipe(recipe, ", ".join(left_out))

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from iobs.core.grids import Budget
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
@@ -21,7 +20,6 @@ from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.bits import LEVELS as LEVELS_OF_BITS
 from iobs.pruning.plan.counts import LEVELS, under_pattern
 from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, recipe_of_curves, row_step
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
@@ -41,7 +39,6 @@ _SAMPLED = 3.0  # a window that is sampled token by token
 _GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
 _UNFOLDED = 250  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
 _DAY = 24 * 3600  # seconds of solves that deserve a warning
-_PLANS = 4  # divisions of a budget of bits that are tried as a whole
 _MASTER_BYTES = 19  # of a weight in a step of the whole network: masters and masks, there and back
 
 
@@ -367,24 +364,20 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
     pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}
     if allocation.criterion != "uniform":
-        fast, budget = recipe_of_curves(recipe, pattern), isinstance(pattern, Budget)
+        fast, levels = recipe_of_curves(recipe), len(LEVELS)
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
-        levels = sum(map(len, LEVELS_OF_BITS.values())) if budget else len(LEVELS)
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
             settings = fast.for_layer(layer.name)
             of_layer = Solves(settings, prices.of_curves or prices)
             single += of_layer.seconds(layer, rows=rows)
-            if budget:
-                solves += _PLANS * of_layer.seconds(layer)
             if workload.ranks == 1 and can_share([layer] * levels, [settings] * levels):
                 solves += of_layer.seconds(layer, rows=rows * levels)
             else:
                 solves += of_layer.seconds(layer, rows=rows) * levels
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
-        sweeps = 1 + _PLANS * (3 if recipe.target != "layer" else 1) if budget else 1
-        pieces["allocation"] += solves / min(workload.ranks, levels) + sweeps * (grams + passes)
+        pieces["allocation"] += solves / min(workload.ranks, levels) + grams + passes
     mean = pieces["allocation"] / len(workload.layers)
     parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
     share = EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out

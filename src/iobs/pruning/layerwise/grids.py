@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from iobs.core.grids import Budget, codes_and_scales, grid_of, over_columns, snapped
+from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
 from iobs.core.integers import Integers
-from iobs.core.patterns import Grid, Pattern, Rate, Unstructured
+from iobs.core.patterns import Grid, Pattern, Rate
 from iobs.core.quadratic import Solution
 from iobs.errors import ProblemError
 from iobs.pruning.network.layers import Layer
@@ -43,8 +43,6 @@ def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[
                     f'dense by iobs.Rule("{layer.name}", dense=True).'
                 )
             continue
-        if isinstance(pattern, Budget):
-            pattern = Unstructured(0.5) & Grid(4, pattern.group)
         if grid_of(pattern) is None:
             if isinstance(solver, str) and solver in _FOR_GRIDS_ALONE:
                 raise ProblemError(
@@ -79,7 +77,7 @@ def require_exact(patterns: Mapping[Layer, Pattern], normed: Collection[str]) ->
         ProblemError: a layer has one.
     """
     for layer, pattern in patterns.items():
-        if layer.key in normed and (isinstance(pattern, (Budget, Rate)) or grid_of(pattern) is not None):
+        if layer.key in normed and (isinstance(pattern, Rate) or grid_of(pattern) is not None):
             raise ProblemError(
                 f"The weight of {layer.name!r} has a weight norm, whose rounding would take it off the grid of "
                 f"{pattern}. Make it a plain weight first: iobs.fold(model)."

@@ -11,7 +11,7 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
 from iobs.core.grids import by_channel, entries_of
-from iobs.core.integers import FACTOR_BITS, factor_bits, short
+from iobs.core.integers import FACTOR_BITS, factor_bits, short, side_bits
 from iobs.core.patterns import NM, Grid, Pattern, Rate, RowsOf, Unstructured, top_mask
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
@@ -98,7 +98,7 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         posed = problem if scale is None else problem.scaled(scale)
         solution = solve(
             posed if order is None else posed.reordered(order),
-            pattern,
+            _besides_factors(pattern, scale, problem.shape[1]),
             solver,
             refine=refine,
             damping=task.settings.damping,
@@ -164,7 +164,7 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     scales = [_row_scale(*arguments) for arguments in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
         [problem if scale is None else problem.scaled(scale) for problem, scale in zip(problems, scales, strict=True)],
-        patterns,
+        [_besides_factors(*given, problems[0].shape[1]) for given in zip(patterns, scales, strict=True)],
         _solver_of(tasks[0]),
         refine=settings.refine,
         damping=settings.damping,
@@ -186,6 +186,14 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.
     return 1 / short(1 / scale, factor_bits(task.stored)) if isinstance(task.pattern, Rate) else scale
+
+
+def _besides_factors(pattern: Pattern, scale: Tensor | None, columns: int) -> Pattern:
+    """The pattern of rows with a scale (rows, 1): of a rate, what their factors leave."""
+    if scale is None or not isinstance(pattern, Rate):
+        return pattern
+    bits = pattern.bits - side_bits(1 / scale[:, 0].double()) / (len(scale) * columns)
+    return Rate(max(bits, pattern.bits / 2))
 
 
 def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:

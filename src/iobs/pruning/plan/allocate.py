@@ -1,7 +1,7 @@
 """The planner: the pattern of every layer, so that the sum of the damages to the model is least.
 
 One backward pass prices the errors of rows (`calibration/row_fisher.py`). One sweep through the dense model solves each
-layer at a few densities (`curves.py`). Then zeros (`counts.py`), bits (`bits.py`) or whole units (`widths.py`) are
+layer at a few densities (`curves.py`). Then zeros (`counts.py`), bits (`rates.py`) or whole units (`widths.py`) are
 divided. The cost is linear in the number of layers.
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from iobs.core.grids import BITS, Budget, on_grid_of
+from iobs.core.grids import on_grid_of
 from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.bits import divide_bits
 from iobs.pruning.plan.counts import (
     global_sparsity,
     keep_ranges,
@@ -24,7 +23,7 @@ from iobs.pruning.plan.counts import (
     under_pattern,
     within_support,
 )
-from iobs.pruning.plan.curves import FREE, CurveSweep, allocation_record_of, judges_of, recipe_of_curves
+from iobs.pruning.plan.curves import CurveSweep, allocation_record_of, judges_of, recipe_of_curves
 from iobs.pruning.plan.rates import divide_rate
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams, output_count, search
 from iobs.pruning.plan.widths import allocate_widths
@@ -53,12 +52,9 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
     layers = tuple(layer for layer, own in patterns.items() if own is pattern)
     if allocation.criterion == "uniform" or not layers:
         return patterns, []
-    if allocation.criterion == "auto" and not workspace.fisher.known and not isinstance(pattern, Budget):
+    if allocation.criterion == "auto" and not workspace.fisher.known:
         return patterns, []
-    if isinstance(pattern, Budget):
-        plan, records = _bits(workspace, pattern, layers)
-    else:
-        plan, records = _zeros(workspace, pattern, allocation, layers)
+    plan, records = _zeros(workspace, pattern, allocation, layers)
     return {**patterns, **plan}, records
 
 
@@ -66,7 +62,7 @@ def _zeros(
     workspace: Workspace, pattern: Pattern, allocation: Allocation, layers: tuple[Layer, ...]
 ) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
     """The pattern of every layer under one count for all, and the measurements behind it."""
-    fast = recipe_of_curves(workspace.recipe, pattern)
+    fast = recipe_of_curves(workspace.recipe)
     sparsity = global_sparsity(pattern)
     assert sparsity is not None, "under_pattern accepts no other pattern"
 
@@ -74,18 +70,16 @@ def _zeros(
 
     def planned() -> JsonObject:
         ranges = keep_ranges(allocation, layers, sparsity)
-        densities = {FREE: measured_densities(sparsity)}
         sweep = CurveSweep(
             workspace,
             layers,
             fast.for_layers(layers),
-            densities,
-            lambda bits, keep, layer: Unstructured(keep=keep),
+            measured_densities(sparsity),
             tried=1 - sparsity,
             statistics={} if criterion == "search" else None,
         )
         measured = sweep.curves()
-        curves = {layer: entry.curves[FREE] for layer, entry in measured.items()}
+        curves = {layer: entry.curve for layer, entry in measured.items()}
         total = total_kept([*curves], sparsity)
         ranges = within_support(curves, {layer: ranges[layer] for layer in curves}, total)
         counts = optimal_counts(curves, total, ranges)
@@ -139,30 +133,3 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
         return "search", judges
     workspace.note("Sparsities of layers: by their damages in nats, without a search.")
     return "fisher", judges
-
-
-def _bits(
-    workspace: Workspace, budget: Budget, layers: tuple[Layer, ...]
-) -> tuple[dict[Layer, Pattern], list[AllocationRecord]]:
-    """The pattern of every layer under a budget of bits, and the measurements behind it."""
-
-    def planned() -> JsonObject:
-        chosen, records, tried = divide_bits(workspace, budget, layers)
-        choices = {layer.name: [*choice] for layer, choice in chosen.items()}
-        return {"choices": choices, "records": [asdict(record) for record in records], "tried": tried}
-
-    values = workspace.remembered("bits", planned)
-    choices = {layer: values["choices"][layer.name] for layer in layers if layer.name in values["choices"]}
-    counts = {bits: sum(chosen == bits for chosen, _ in choices.values()) for bits in BITS}
-    sparse = sum(keep < layer.weights for layer, (_, keep) in choices.items())
-    listed = ", ".join(f"{bits} bits in {count}" for bits, count in counts.items() if count)
-    if values["tried"]:
-        ranked = sorted(values["tried"].items(), key=lambda item: item[1])
-        losses = ", ".join(f"{name} {loss:.4g}" for name, loss in ranked)
-        workspace.note(f"Divergence from the dense model on samples that no layer was solved for: {losses}.")
-    workspace.note(f"Bits of {len(choices)} layers: {listed}; {sparse} of them with zeros.")
-    # A layer that receives no input has no choice; it stays dense.
-    plan: dict[Layer, Pattern] = {
-        layer: budget.choice(bits, keep, layer.shape) for layer, (bits, keep) in choices.items()
-    }
-    return plan, [allocation_record(record) for record in values["records"]]

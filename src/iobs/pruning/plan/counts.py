@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.core.grids import Budget, entries_of
+from iobs.core.grids import entries_of
 from iobs.core.patterns import Grid, Pattern, Rate, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
@@ -78,15 +78,6 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
         PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
         ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
     """
-    if isinstance(pattern, Budget):
-        plain = Allocation(allocation.criterion, generations=allocation.generations)
-        if allocation.criterion not in ("auto", "fisher") or allocation != plain:
-            raise PatternError(
-                'A budget of bits is divided by the damage of each layer: it takes the allocation "auto" or "fisher" '
-                'without bounds, as the recipes "one-shot", "fast" and "best" have, got '
-                f"{allocation.criterion!r}."
-            )
-        return replace(allocation, criterion="fisher")
     if isinstance(pattern, Rate) and allocation in (Allocation("fisher"), Allocation("auto")):
         return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None

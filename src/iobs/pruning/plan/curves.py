@@ -21,8 +21,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from iobs.core.grids import Budget
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Unstructured
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
@@ -37,9 +36,7 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.admm import ADMM
-from iobs.solvers.gridded.search import QuickGrid
 
-FREE = 0  # in place of a number of bits: values that lie on no grid
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
 CURVE_TOKENS = 8192  # most positions of text for curves; twice as many move half a percent of the weights (LOG.md)
 POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
@@ -50,34 +47,27 @@ _NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for 
 _LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
 
-Choice = tuple[int, int]  # bits, or FREE, and number of kept entries
-
 
 @dataclass(frozen=True)
-class LayerCurves:
+class LayerCurve:
     """Damages of one layer.
 
     Attributes:
-        curves: by bits, or FREE.
+        curve: by kept entries.
         priced: True if the damages are in nats; otherwise they are relative errors, since no price is known.
     """
 
-    curves: dict[int, Curve]
+    curve: Curve
     priced: bool
 
     def values(self) -> JsonObject:
         """JSON values."""
-        return {"curves": {str(bits): asdict(curve) for bits, curve in self.curves.items()}, "priced": self.priced}
+        return {"curve": asdict(self.curve), "priced": self.priced}
 
     @classmethod
-    def of(cls, values: JsonObject) -> LayerCurves:
-        """The curves with these values."""
-        curves = {int(bits): Curve(**curve) for bits, curve in values["curves"].items()}
-        return cls(curves, values["priced"])
-
-    def times(self, factor: float) -> LayerCurves:
-        """All curves multiplied by a factor."""
-        return LayerCurves({bits: curve.times(factor) for bits, curve in self.curves.items()}, self.priced)
+    def of(cls, values: JsonObject) -> LayerCurve:
+        """The curve with these values."""
+        return cls(Curve(**values["curve"]), values["priced"])
 
 
 def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tuple[Samples, Samples]:
@@ -130,10 +120,8 @@ def row_step(rows: int, groups: int) -> int:
     return 1 if groups > 1 else max(1, rows // CURVE_ROWS)
 
 
-def recipe_of_curves(recipe: Recipe, pattern: Pattern) -> Recipe:
-    """The recipe of the solves that measure damages: quick; on grids where a budget of bits is divided, else free."""
-    if isinstance(pattern, Budget):
-        return recipe.with_quick_solver(QuickGrid())
+def recipe_of_curves(recipe: Recipe) -> Recipe:
+    """The recipe of the solves that measure damages: quick, and on no grid."""
     fast = recipe.with_quick_solver(ADMM("fast"))
     return fast.but(solver=solver_without_grid(fast.solver))
 
@@ -146,8 +134,7 @@ class CurveSweep:
         workspace: state of the run; the model is dense.
         layers: the layers to measure.
         settings: how each layer is solved.
-        densities: measured shares of entries, by bits, or FREE.
-        pattern: (bits, kept entries, layer) -> the pattern of the layer.
+        densities: measured shares of entries, ascending.
         tried: density at which the damage is measured too, or None.
         statistics: filled with the Grams of every layer, if they are kept; otherwise None.
     """
@@ -155,28 +142,28 @@ class CurveSweep:
     workspace: Workspace
     layers: tuple[Layer, ...]
     settings: Mapping[Layer, LayerSettings]
-    densities: Mapping[int, Sequence[float]]
-    pattern: Callable[[int, int, Layer], Pattern]
+    densities: Sequence[float]
     tried: float | None = None
     statistics: dict[Layer, Statistics] | None = None
 
-    def curves(self) -> dict[Layer, LayerCurves]:
+    def curves(self) -> dict[Layer, LayerCurve]:
         """The curves of all layers that receive input, in nats.
 
         Layers that no gradient reaches have a typical price: the geometric mean of the energies of the others.
         """
         measured = dict(self._measured())
-        energies = [
-            next(iter(entry.curves.values())).energy for entry in measured.values() if entry.priced and entry.curves
-        ]
+        energies = [entry.curve.energy for entry in measured.values() if entry.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
         if not energies:
             self.workspace.note(
                 "No gradient of the model's outputs reaches a layer: layers are compared by relative error."
             )
-        return {layer: entry if entry.priced else entry.times(typical) for layer, entry in measured.items()}
+        return {
+            layer: entry if entry.priced else replace(entry, curve=entry.curve.times(typical))
+            for layer, entry in measured.items()
+        }
 
-    def _measured(self) -> Iterator[tuple[Layer, LayerCurves]]:
+    def _measured(self) -> Iterator[tuple[Layer, LayerCurve]]:
         workspace = self.workspace
         fisher = workspace.fisher  # before the sweep: its passes load and release blocks
         parts = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
@@ -192,13 +179,13 @@ class CurveSweep:
                     self.statistics[layer] = statistics()
                 done += 1
                 workspace.callbacks.on_measure("error curves of layers", done, len(self.layers))
-                yield layer, LayerCurves.of(values)
+                yield layer, LayerCurve.of(values)
 
     @torch.no_grad()
     def weight_at(self, layer: Layer, keep: int) -> Tensor:
         """The layer's weight (rows, columns) with `keep` entries, from its kept Grams."""
         assert self.statistics is not None
-        task = self._task(layer, layer.read(self.workspace.store.model), (FREE, keep))
+        task = self._task(layer, layer.read(self.workspace.store.model), keep)
         (weight,) = _solved([task], self.statistics[layer])
         return weight
 
@@ -216,33 +203,22 @@ class CurveSweep:
         energy = _damage(gram, dense, prices)
         sampled = energy if step == 1 else _damage(gram, rows, prices_of_rows)
         scale = (energy if prices is not None else 1.0) / max(sampled, 1e-30)
-        wanted = [
-            (bits, max(1, round(density * layer.weights)))
-            for bits, densities in self.densities.items()
-            for density in sorted(densities)
-        ]
-        wanted = [(bits, keep) for bits, keep in dict.fromkeys(wanted) if bits != FREE or keep < full]
-        tasks = [self._task(layer, rows, choice, sample) for choice in wanted]
-        weights = _solved(tasks, statistics)
-        points: dict[int, list[tuple[int, float]]] = {bits: [] for bits in self.densities}
-        for (bits, keep), weight in zip(wanted, weights, strict=True):
+        wanted = [max(1, round(density * layer.weights)) for density in self.densities]
+        wanted = [keep for keep in dict.fromkeys(wanted) if keep < full]
+        weights = _solved([self._task(layer, rows, keep, sample) for keep in wanted], statistics)
+        points: list[tuple[int, float]] = []
+        for keep, weight in zip(wanted, weights, strict=True):
             damage = scale * _damage(gram, weight - rows, prices_of_rows)
             # A damage that grows with more entries is noise of the solver.
-            points[bits].append((keep, min([damage, *(before for _, before in points[bits])])))
-        if FREE in points:
-            points[FREE].append((full, 0.0))
-        energy = energy if prices is not None else 1.0
-        if self.tried is not None and self._answers.batches and prices is not None:
-            keep = max(1, round(self.tried * layer.weights))
-            curve = Curve.of(points[FREE], energy)
-            if keep < full and curve.at(keep) > 0:
-                (weight,) = _solved([self._task(layer, dense, (FREE, keep))], statistics)
-                factor = self._divergence(layer, weight) / curve.at(keep)
-                factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
-                curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
-                return LayerCurves({FREE: curve}, True).values()
-        curves = {bits: Curve.of(values, energy) for bits, values in points.items()}
-        return LayerCurves(curves, prices is not None).values()
+            points.append((keep, min([damage, *(before for _, before in points)])))
+        curve = Curve.of([*points, (full, 0.0)], energy if prices is not None else 1.0)
+        keep = 0 if self.tried is None else max(1, round(self.tried * layer.weights))
+        if self._answers.batches and prices is not None and 0 < keep < full and curve.at(keep) > 0:
+            (weight,) = _solved([self._task(layer, dense, keep)], statistics)
+            factor = self._divergence(layer, weight) / curve.at(keep)
+            factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
+            curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
+        return LayerCurve(curve, prices is not None).values()
 
     @cached_property
     def _answers(self) -> Samples:
@@ -255,16 +231,15 @@ class CurveSweep:
         with weights_written(model, {layer: weight}):
             return mean_loss(model, self._answers, kl_to_answers)
 
-    def _task(self, layer: Layer, rows: Tensor, choice: Choice, sample: Tensor | None = None) -> Task:
-        """Rows of the layer's weight, all or a sample of them, to prune to the density of a choice."""
-        bits, keep = choice
+    def _task(self, layer: Layer, rows: Tensor, keep: int, sample: Tensor | None = None) -> Task:
+        """Rows of the layer's weight, all or a sample of them, to prune to the density of `keep` entries of it."""
         settings, importance = self.settings[layer], self.workspace.importance_of(layer)
         if len(rows) < layer.shape[0]:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
             importance = None if importance is None or sample is None else importance[sample.to(importance.device)]
         zeros = rows if settings.keep_zeros else None
-        return Task(layer, self.pattern(bits, keep, layer), rows, None, settings, zeros, importance=importance)
+        return Task(layer, Unstructured(keep=keep), rows, None, settings, zeros, importance=importance)
 
 
 def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
-from iobs.core.patterns import Pattern, Rate
+from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
+from iobs.pruning.coverage import Reason
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.samples.subsets import Samples
@@ -27,6 +29,8 @@ _CLASSES = 16  # of rows of like size; the rows of rare tokens need fewer bits t
 _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
+_MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take under a budget
+_ENTRY_BYTES = 110  # of the header of a file for each tensor
 
 
 @torch.no_grad()
@@ -56,6 +60,38 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
+
+
+def rate_of(budget: Budget, model: nn.Module, selection: Selection) -> tuple[Rate, Selection]:
+    """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices that are coded.
+
+    What stays dense has 16 bits. Matrices whose steps and tables would take more than `_MOST_SIDE` bits a weight are
+    left dense.
+
+    Args:
+        budget: of the file.
+        model: whose weights may be on the meta device.
+        selection: matrices that may be coded.
+
+    Raises:
+        PatternError: the budget is less than the rest, the steps and the tables need; says what is the least.
+    """
+    small = {layer for layer in selection.layers if least_bits(layer.shape) > _MOST_SIDE}
+    coded = tuple(layer for layer in selection.layers if layer not in small)
+    stored = {id(tensor): tensor for _, tensor in (*model.named_parameters(), *model.named_buffers())}
+    parameters = sum(tensor.numel() for tensor in model.parameters())
+    weights = sum(layer.weights for layer in coded)
+    rest = 16 * (sum(tensor.numel() for tensor in stored.values()) - weights) + 8 * _ENTRY_BYTES * len(stored)
+    least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
+    bits = budget.bits(parameters)
+    if not coded or bits < least:
+        raise PatternError(
+            f"{budget} is {bits / 8e6:.4g} MB. The least for this network is {least / 8e6:.4g} MB: {rest / 8e6:.4g} MB "
+            "of the rest that stays dense, in bfloat16, and the steps and tables of the coded matrices."
+        )
+    reason = Reason("asked", "its steps and tables would take as many bits as its weights")
+    skipped = {**selection.skipped, **{layer.name: reason for layer in small}}
+    return Rate(min((bits - rest) / weights, _MOST)), Selection(coded, skipped)
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:

@@ -17,8 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from iobs.core.grids import Budget
-from iobs.core.patterns import Pattern, as_pattern
+from iobs.core.patterns import Budget, Pattern, as_pattern
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.pruning.samples.batches import Batch
 from iobs.solvers import Solver, require_known_solver
@@ -333,7 +332,7 @@ class Rule:
 
     Raises:
         ProblemError: the rule sets nothing, contradicts itself, or its expression or solver does not exist.
-        PatternError: the pattern does not exist, or is a budget of bits.
+        PatternError: the pattern does not exist, or is a budget.
     """
 
     match: str
@@ -349,13 +348,13 @@ class Rule:
             raise ProblemError(f"The rule {self.match!r} says dense=True and a pattern or solver; give one of them.")
         if not self.dense and self.pattern is None and self.solver is None:
             raise ProblemError(f"The rule {self.match!r} changes nothing; give pattern=, solver= or dense=True.")
-        if isinstance(self.pattern, Budget):
-            raise PatternError(
-                f"The rule {self.match!r} has a budget of bits, which is divided among layers; a rule gives each "
-                'of its layers one pattern, such as "int4". Give the budget as the pattern of the run.'
-            )
         if self.pattern is not None:
             object.__setattr__(self, "pattern", copy(as_pattern(self.pattern)))  # told from the run's by identity
+        if isinstance(self.pattern, Budget):
+            raise PatternError(
+                f"The rule {self.match!r} has a budget, which is of the whole network; a rule gives each of its layers "
+                'one pattern, such as "rate:3.0". Give the budget as the pattern of the run.'
+            )
         if self.solver is not None:
             require_known_solver(self.solver)
         try:

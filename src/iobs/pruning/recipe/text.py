@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from iobs.core.files import expanded
-from iobs.core.grids import Budget
 from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.recipe.parts import NETWORK_SOLVERS, Allocation, BlockFit, FineTune, Rounds, Rule, as_allocation
@@ -281,8 +280,6 @@ def _fields(value: Any, complete: bool, describe: Callable[[object], object]) ->
 
 def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
     """A pattern as a sparsity, as fields, or as text that `core.patterns.parse` reads."""
-    if isinstance(pattern, Budget):
-        return dict(vars(pattern))
     if isinstance(pattern, SparseGrid):
         entries = plain_pattern(pattern.pattern)
         return {"entries": entries, "grid": str(pattern.grid)}
@@ -299,8 +296,6 @@ def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
 
 def parse_pattern(value: float | str | Mapping[str, object]) -> Any:
     """The pattern of `plain_pattern`."""
-    if isinstance(value, Mapping) and "bits_per_weight" in value:
-        return _build(Budget, value, "pattern")
     if isinstance(value, Mapping) and "grid" in value:
         grid, entries = as_pattern(str(value["grid"])), value.get("entries")
         if not isinstance(grid, Grid) or not isinstance(entries, (float, str, Mapping)) or len(value) > 2:

@@ -11,7 +11,7 @@ from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid, Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.admm import ADMM
-from iobs.solvers.gridded.baselines import GPTQ, codes_of
+from iobs.solvers.gridded.baselines import codes_of
 from iobs.solvers.gridded.feedback import feedback_order, is_affordable, round_with_feedback
 from iobs.solvers.gridded.lattice import on_grid, parts, refit_scales, rounded, search_scales, working_dtype
 from iobs.solvers.kernels.descend import GridRows, descend_values, exchange_entries, step_pairs
@@ -198,30 +198,3 @@ class _GridState:
 def _error(weight: Tensor, centre: Tensor, gradient: Tensor) -> Tensor:
     """(v - c) H (v - c)^T / 2 of every row, from the gradient (v - c) H."""
     return 0.5 * ((weight - centre) * gradient).sum(1)
-
-
-# ---- Quick weights on a grid, for error curves of many sparsities and bits
-
-_QUICK_SWEEPS = 10
-
-
-@dataclass(frozen=True)
-class QuickGrid:
-    """Entries and weights of a short ADMM (GPTQ if all entries stay), rounding, then coordinate descent over values."""
-
-    def __call__(self, problem: Quadratic, pattern: Pattern) -> Solution:
-        """Weights on the grid with the exact counts of the pattern."""
-        sparse, grid = parts(pattern)
-        groups, wide = sparse.groups(problem.shape), problem.to(working_dtype(problem))
-        if groups.keep == groups.size:
-            start = GPTQ()(problem, grid)
-            scales = start.stats["scales"].to(wide.dtype)
-        else:
-            start = ADMM("fast")(problem, sparse)
-            diagonal = wide.matrix.diagonal()
-            scales = search_scales(start.weight.to(wide.dtype), start.mask, diagonal, grid, problem.dtype)
-        spread = over_columns(scales, grid, problem.shape[1])
-        weight = rounded(start.weight.to(wide.dtype), spread, grid.levels) * start.mask
-        state = _GridState(wide, grid, weight, start.mask.clone().contiguous(), scales, problem.dtype)
-        descend_values(state.rows(), _QUICK_SWEEPS)
-        return state.solution(problem)
