@@ -38,7 +38,7 @@ CASES: dict[str, tuple[iobs.Recipe | str, Pattern | str, bool]] = {  # name -> r
     "best, 50 %": (BEST, "50%", False),
     "fast, 2:4": ("fast", "2:4", False),
     "fast, 50 % and 4 bits": ("fast", iobs.Unstructured(0.5) & iobs.Grid(4), False),
-    "fast, 3 bits a weight": ("fast", iobs.Budget(bits_per_weight=3.0), False),
+    "fast, 3 bits a weight": ("fast", iobs.Rate(3.0), False),
     "fast, structured 30 %": ("fast", iobs.Structured(0.3), False),
     "one-shot, by blocks": ("one-shot", "50%", True),
     "fast, by blocks": ("fast", "50%", True),

@@ -1,10 +1,10 @@
-"""Accuracy at equal bytes: dense grids, sparse grids and budgets of bits, beside GPTQ and SparseGPT's joint pass.
+"""Accuracy at equal bytes: dense grids, sparse grids and rates, beside GPTQ and SparseGPT's joint pass.
 
-    python benchmarks/equal_bytes.py --data FOLDER [--minilm FOLDER] [--networks resnet20 ...] [--methods budget ...]
+    python benchmarks/equal_bytes.py --data FOLDER [--minilm FOLDER] [--networks resnet20 ...] [--methods rate ...]
 
 Networks: an MLP (MNIST), ResNet-20 and a ViT (CIFAR-10), a Llama of 260 thousand parameters (perplexity / dense on
 unseen stories), all-MiniLM-L6-v2 (mean cosine to the dense embeddings of unseen texts). A level counts the bits of
-values and masks of each weight; scales come on top, and cost the same in all rows of a level. Budgets get these bytes,
+values and masks of each weight; scales come on top, and cost the same in all rows of a level. Rates get these bytes,
 too. Scores are those of test files, on which nothing is chosen.
 """
 
@@ -38,10 +38,10 @@ METHODS: dict[str, tuple[str, Recipe]] = {
     "joint pass": ("sparse", Recipe(solver="sparsegpt")),
     "dense grid": ("dense", OURS),
     "sparse grid": ("sparse", OURS),
-    "budget": ("budget", OURS.but(allocation="auto")),
+    "rate": ("rate", OURS.but(allocation="auto")),
     "dense grid, polished": ("dense", OURS.but(finetune=POLISH)),
     "sparse grid, polished": ("sparse", OURS.but(finetune=POLISH)),
-    "budget, polished": ("budget", OURS.but(allocation="auto", finetune=POLISH)),
+    "rate, polished": ("rate", OURS.but(allocation="auto", finetune=POLISH)),
 }
 IGNORED = {"resnet20": "*downsample*"}
 BATCHES = {"resnet20": 4, "vit": 4, "llama_stories260K": 8, "minilm": 12}  # 400 images, 128 windows, 192 texts
@@ -72,9 +72,9 @@ def measure(case: Any, name: str, method: str, level: str) -> Row:
     """One run as a row; the case keeps its dense network."""
     kind, recipe = METHODS[method]
     ignore = IGNORED.get(name)
-    pattern: Any = {"dense": DENSE, "sparse": SPARSE}[kind][level] if kind != "budget" else None
-    if kind == "budget":
-        pattern = iobs.Budget(float(level) + overhead(case, ignore))
+    pattern: Any = {"dense": DENSE, "sparse": SPARSE}[kind][level] if kind != "rate" else None
+    if kind == "rate":
+        pattern = iobs.Rate(float(level) + overhead(case, ignore))
     module = copy.deepcopy(case.module)
     dense = case.score(module)
     with measured() as work:
@@ -114,7 +114,7 @@ def tables(rows: list[Row]) -> str:
         "",
         "Made by `python benchmarks/equal_bytes.py`. The level counts the bits of values and masks (one bit for each "
         "entry of a layer with zeros); 16-bit scales of each row and 128 columns come on top, the same for every "
-        "method. A budget chooses sparsity and bits of each layer within the bytes of the level. Dense grids: "
+        "method. A rate has these bytes in all layers together. Dense grids: "
         f"{_named(DENSE)}; int2 has fewer bytes than its level, since nothing is dense at 1.5 and 2.5 bits. Sparse "
         f'grids: {_named(SPARSE)}. GPTQ and SparseGPT\'s joint pass are one-shot and uniform. "Polished" takes '
         f"{POLISH.steps} gradient steps on the KL divergence with values kept on the grid. Seed 0, test files.",
@@ -136,27 +136,25 @@ def tables(rows: list[Row]) -> str:
 
 
 def verdict(found: dict[tuple[str, str, str], Row]) -> list[str]:
-    """Cells in which the budget is at least as good as both uniform grids, and in which sparsity is better at all."""
-    text = ["", "## What the budget and the zeros are worth", ""]
+    """Cells in which zeros on a grid are better than more bits."""
+    text = ["", "## What the zeros are worth", ""]
     for ending, label in (("", "one shot"), (", polished", "polished")):
-        cells = [
-            (
-                name,
-                level,
-                [found[name, level, f"{kind}{ending}"]["score"] for kind in ("dense grid", "sparse grid", "budget")],
-            )
+        cells = {
+            f"{name} {level}": [
+                found[name, level, f"{kind}{ending}"]["score"] for kind in ("dense grid", "sparse grid")
+            ]
             for name in SCORES
             for level in SPARSE
-            if all((name, level, f"{kind}{ending}") in found for kind in ("dense grid", "sparse grid", "budget"))
+            if all((name, level, f"{kind}{ending}") in found for kind in ("dense grid", "sparse grid"))
+        }
+        better = [
+            cell
+            for cell, (dense, sparse) in cells.items()
+            if (dense > sparse if cell.startswith(LOWER) else sparse > dense)
         ]
-        signed = [(name, level, [-one if name in LOWER else one for one in own]) for name, level, own in cells]
-        even = [f"{name} {level}" for name, level, own in signed if own[2] < max(own[:2])]
-        sparse = [f"{name} {level}" for name, level, own in signed if own[1] > own[0]]
-        text += [
-            f"- {label}, {len(cells)} cells: the budget is at least as good as the better uniform grid in "
-            f"{len(cells) - len(even)}" + (f"; not in {', '.join(even)}." if even else "."),
-            f"- {label}: the uniform sparse grid beats the dense grid in {', '.join(sparse) or 'none'}.",
-        ]
+        text.append(
+            f"- {label}, {len(cells)} cells: the sparse grid beats the dense grid in {', '.join(better) or 'none'}."
+        )
     return text
 
 

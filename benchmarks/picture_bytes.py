@@ -29,7 +29,7 @@ METHODS = {
     "joint pass": ("SparseGPT, zeros and bits", "#c2557a", "X", "--"),
     "dense grid": ("iobs, bits alone", "#2f7ed8", "o", "-"),
     "sparse grid": ("iobs, zeros and bits", "#e8833a", "s", "-"),
-    "budget": ("iobs, budget", "#3d9b6f", "^", "-"),
+    "rate": ("iobs, rate", "#3d9b6f", "^", "-"),
 }
 
 
