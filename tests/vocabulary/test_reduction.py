@@ -126,6 +126,17 @@ def test_masked_language_model(bert, tmp_path):
     assert any("not measured" in note for note in report.notes)
 
 
+def test_real_model_of_sentencepiece(shared_data, tmp_path):
+    dense = load(shared_data / "llama_stories260K")
+    text = (shared_data / "tinystories" / "validation.txt").read_text(encoding="utf8")[:20_000]
+    smaller, report = iobs.reduce_vocabulary(dense, [text], 480, heldout=[text[:500]])
+    assert report.scores["pruned"]["bits per byte"] < 1.5 * report.scores["dense"]["bits per byte"]
+    smaller.save(tmp_path / "out")
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (dense.source, tmp_path / "out"))
+    assert len(after) == 480
+    assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+
+
 def test_corpus_may_be_a_file_or_batches_of_ids(llama, tmp_path):
     model, file = load(llama), tmp_path / "text.txt"
     file.write_text("\n<|endoftext|>\n".join(TEXTS), encoding="utf8")
