@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # A directory with at least one of these files has a tokenizer.
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
@@ -332,7 +332,7 @@ def _before_the_first(module: nn.Module) -> int:
 
 def has_tokenizer(directory: Path) -> bool:
     """Check that a directory holds tokenizer files."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def is_tokenizer_file(file: Path) -> bool:

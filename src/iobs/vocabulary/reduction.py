@@ -24,7 +24,7 @@ from iobs.data import Batch, read_documents
 from iobs.errors import AuditError, DataError, ModelError, PatternError, is_a, shown
 from iobs.evaluate import Progress, bits_per_byte, no_progress
 from iobs.models import LoadedModel, Tokenizer, load, parameter_count, size_in_bytes
-from iobs.models.huggingface import TOKENIZER_FILES, load_tokenizer
+from iobs.models.huggingface import is_tokenizer_file, load_tokenizer
 from iobs.models.sixteen_bits import store_alike
 from iobs.pruning.coverage import Coverage
 from iobs.pruning.report import ComparisonLoss, RoundRecord
@@ -396,9 +396,10 @@ def _is_empty(model: LoadedModel) -> bool:
 
 
 def _save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the files of a tokenizer in place of those in a directory; only tokenizer.json has its tokens."""
-    for name in (*TOKENIZER_FILES, "merges.txt", "added_tokens.json"):
-        (directory / name).unlink(missing_ok=True)
+    """Write the files of a tokenizer in place of those in a directory, of which only tokenizer.json is written."""
+    for file in [*directory.iterdir()]:
+        if is_tokenizer_file(file):
+            file.unlink()
     tokenizer.save_pretrained(directory)
 
 
