@@ -337,7 +337,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 def is_tokenizer_file(file: Path) -> bool:
     """True if a file of a model directory belongs to its tokenizer."""
-    return file.name in TOKENIZER_FILES or file.name in _BESIDE_TOKENIZERS
+    return file.name in _TOKENIZER_FILES or file.name in _BESIDE_TOKENIZERS
 
 
 @contextmanager

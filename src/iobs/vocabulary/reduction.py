@@ -396,7 +396,7 @@ def _is_empty(model: LoadedModel) -> bool:
 
 
 def _save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the files of a tokenizer in place of those in a directory, of which only tokenizer.json is written."""
+    """Write the files of a tokenizer in place of those that a directory has."""
     for file in [*directory.iterdir()]:
         if is_tokenizer_file(file):
             file.unlink()
