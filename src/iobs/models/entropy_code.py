@@ -67,7 +67,9 @@ def encode(integers: Integers) -> bytes:
 
     rows, columns = integers.codes.shape
     classes = Classes.of(integers.codes)
-    table, codes = classes.table().numpy(), integers.codes.numpy()
+    short = torch.int16  # a table of a whole embedding in 64 bits would be twice as large as it
+    table = (classes.rows.to(short)[:, None] + classes.columns.to(short)).clamp_(min=0).numpy()
+    codes = integers.codes.numpy()
     numbers = np.unique(table)
     tables = Tables.of(np.array([_fitted(int(number), codes[table == number]) for number in numbers], _ENTRY))
     states = min(_MOST_STATES, -(-codes.size // _STATE_ENTRIES))

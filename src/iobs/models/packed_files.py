@@ -222,9 +222,9 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     dtypes: dict[str, str] = {}
     body = target.with_name(f"{target.name}.body")
     try:
-        with safe_open(shard, framework="pt") as opened, body.open("wb") as written:
+        with body.open("wb") as written:
             for name in entries:
-                tensor = opened.get_tensor(name)
+                tensor = _mapped(shard, name)
                 data, stored = _shortest(tensor, name, dtype)
                 if stored.dtype is not tensor.dtype:
                     dtypes[name] = str(tensor.dtype).removeprefix("torch.")
@@ -235,17 +235,23 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
                     written.write(data)
             # Wide elements first, packed tensors last: each then begins at a multiple of the size of its element.
             plain = dict(sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize))
-            sums = {name: zlib.crc32(_bytes(opened.get_tensor(name).to(entry.dtype))) for name, entry in plain.items()}
+            sums = {name: zlib.crc32(_bytes(_mapped(shard, name).to(entry.dtype))) for name, entry in plain.items()}
             stated = json.dumps({"version": _VERSION, "sums": sums, "dtypes": dtypes})
-        writing = ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated})
-        with writing as writer, safe_open(shard, framework="pt") as opened:
+        with ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated}) as writer:
             for name, entry in plain.items():
-                writer.put(name, opened.get_tensor(name).to(entry.dtype))
+                writer.put(name, _mapped(shard, name).to(entry.dtype))
             writer.append(body, packed)
     except SafetensorError as error:
         raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
     finally:
         body.unlink(missing_ok=True)
+
+
+def _mapped(file: Path, name: str) -> Tensor:
+    """A tensor of a file, which is mapped for as long as the tensor is there: a whole file would count as memory."""
+    with safe_open(file, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor
 
 
 def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[bytes | None, Tensor]:
