@@ -7,6 +7,7 @@ import pytest
 from checks import one_error
 from short_options import FEW_STEPS, ONE_SHOT, QUICK, SMALL
 
+import iobs
 from iobs import models
 from iobs.pruning.recipe import Recipe
 from iobs.report import read_report
@@ -231,3 +232,13 @@ def test_low_memory_holds_no_samples_out_where_none_judges(run, small_model, tmp
     run("prune", small_model, "-o", tmp_path / "out", "--low-memory", "--recipe", "one-shot", *data)
     settings = read_report(tmp_path / "out" / "report.json").settings
     assert (settings["holdout"], settings["samples"]) == (0.0, 10)
+
+
+@pytest.mark.usefixtures("small_embedded")
+def test_a_size_is_that_of_the_written_weights(run, tmp_path):
+    out = tmp_path / "out"
+    shown = run("prune", "-o", out, "--megabytes", "2.87", "--recipe", "one-shot", *QUICK).output
+    assert "packed: transformers" in shown
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert 0.98 * 2.87e6 <= size <= 1.005 * 2.87e6
+    assert iobs.load(out).module is not None

@@ -229,6 +229,7 @@ def prune_low_memory(
     from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
     from iobs.cli.running import prune_with_progress, write_card
     from iobs.core.files import expanded, weight_files
+    from iobs.core.patterns import Budget
     from iobs.models.skeleton import without_weights
     from iobs.models.streamed import StreamedModel
     from iobs.models.streamed_store import StreamedStore
@@ -294,6 +295,8 @@ def prune_low_memory(
     for line in summary_lines(report):
         out.print(line)
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
+    if isinstance(options.pattern, Budget):
+        out.print(f"These files are dense. Their size is that asked for after: iobs pack {output} --dtype bfloat16")
 
 
 def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithmetic: torch.dtype | None) -> None:

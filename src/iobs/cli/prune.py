@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -406,16 +406,24 @@ def _prune_resident(
 def _write_and_show(
     loaded: LoadedModel, report: Report, settings: RunSettings, place: OutputPlace, as_json: bool
 ) -> None:
-    """Write the output directory, and show what came out."""
+    """Write the output directory, packed if its size was asked for, and show what came out."""
+    import torch
+
     from iobs.cli.running import write_results
-    from iobs.models import output_directory
+    from iobs.core.patterns import Budget
+    from iobs.models import output_directory, size_in_bytes
+    from iobs.models.packed_files import pack_directory, scratch_beside
 
     assert place.output is not None
-    with output_directory(place.output, place.replaceable) as temporary:
-        write_results(loaded, report, temporary, model_folder=None)
-        settings.write(temporary)
+    packs = isinstance(settings.options.pattern, Budget)
+    with output_directory(place.output, place.replaceable) as temporary, ExitStack() as stack:
+        folder = stack.enter_context(scratch_beside(place.output, size_in_bytes(loaded.module))) if packs else temporary
+        write_results(loaded, report, folder, model_folder=None)
+        settings.write(folder)
+        if packs:
+            pack_directory(folder, temporary, torch.bfloat16)
     place.finish()
-    _show(report, place.output, loaded.source, as_json)
+    _show(report, place.output, loaded.source, as_json, packed=packs)
 
 
 def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
@@ -475,7 +483,7 @@ def _run(
     return report, None
 
 
-def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
+def _show(report: Report, output: Path, model: str, as_json: bool, packed: bool) -> None:
     from iobs.pruning.structured_report import StructuredReport
     from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 
@@ -496,7 +504,10 @@ def _show(report: Report, output: Path, model: str, as_json: bool) -> None:
     out.print(
         f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
     )
-    if str(report.settings.get("pattern", "")).startswith("rate:"):
+    if packed:
+        size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+        out.print(f"Its weights are {size / 1e6:.2f} MB, packed: transformers, iobs run and iobs bench read them.")
+    elif str(report.settings.get("pattern", "")).startswith("rate:"):
         folder = shlex.quote(str(output))
         out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
     beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
