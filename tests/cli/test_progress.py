@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from iobs.cli import console
-from iobs.cli.progress import ConsoleSteps, Watch
+from iobs.cli.console import ConsoleSteps
+from iobs.cli.progress import Watch
 from iobs.pruning.report import LayerRecord, RoundRecord
 from iobs.pruning.runtime import ranks as distributed
 
@@ -43,6 +44,17 @@ def test_plain_progress_prints_a_line_at_intervals(capsys, monkeypatch):
             steps.update(done, 10)
     shown = capsys.readouterr().err
     assert shown == "work: 50 %, about 20 s left, memory 512 MB (peak 2.1 GB)\n"
+
+
+def test_a_log_of_hours_has_a_line_a_minute(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("iobs.core.steps.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("iobs.core.steps._memory", lambda peak: (512_000_000, 2_100_000_000))
+    with ConsoleSteps("work") as steps:
+        for second in range(1, 7201):
+            clock[0] = float(second)
+            steps.update(second, 7200)
+    assert 115 <= capsys.readouterr().err.count("work") <= 135
 
 
 def test_watch_leaves_out_steps_of_the_resumed_run():

@@ -127,7 +127,7 @@ def test_time_is_asked_for_on_the_command_line(run, classifier, tmp_path, monkey
         return [(number + 1) / len(calls) for number, call in enumerate(calls) if call() or True]
 
     monkeypatch.setattr(widths, "measure", partial(widths.measure, clock=clock))
-    monkeypatch.setattr(widths, "shares_of", lambda *_: (1.0, 0.7))
+    monkeypatch.setattr(widths, "shares_of", lambda *_, **__: (1.0, 0.7))
     out = tmp_path / "out"
     given = ("prune", f"{classifier}:net", "--data", f"{classifier}:batches", "-o", out, "--recipe", "one-shot")
     run(*given, "--pattern", "structured:25%", "--of", "latency", "--runtime", runtime)

@@ -7,7 +7,7 @@ from simulated_gpu import GPU
 from torch import nn
 
 import iobs
-from iobs.errors import LayerSelectionError, ModelError
+from iobs.errors import LayerSelectionError, ModelError, ProblemError
 
 
 def zeros(model):
@@ -199,3 +199,11 @@ def test_a_run_that_loses_zeros_says_so(pattern, advice):
         iobs.prune(model, data, 0.5, "one-shot")
         notes = iobs.prune(model, data, pattern, "one-shot", keep_zeros=True).notes
         assert not any("zeros that" in note for note in notes)
+
+
+def test_swapped_arguments_are_refused_in_a_line():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ProblemError, match="a model and its optimizer, in this order; got SGD and Linear"):
+        iobs.keep_sparse(torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(ModelError, match="audit takes a model or a directory, got Tensor"):
+        iobs.audit(torch.zeros(2))

@@ -60,6 +60,8 @@ def test_savings_of_blocks_add_up_to_those_of_the_network(stack):
     model, batch, sites = stack
     latency = measure(model, batch, {site: range(1, site.count + 1) for site in sites}, "torch", work)
     assert latency.dense == 2 * 2 * 6 * (12 + 12 + 20)  # one sample
+    eight = measure(model, batch, {}, "torch", work, samples=8)  # more than the batch has
+    assert eight.dense == 8 * latency.dense
     widths = {site.name: width for site, width in zip(sites, (3, 12, 7), strict=True)}
     narrow = narrowed(model, sites, widths)
     assert [block.up.out_features for block in narrow.blocks] == [3, 12, 7]
@@ -157,7 +159,7 @@ def test_a_width_that_is_no_multiple_takes_the_place_of_none(stack, monkeypatch)
     """A class loads 8 and 9 of 20 neurons, and 9 are the faster ones."""
     site, asked = stack[2][2], Structured(0.5, of="latency", multiple_of=8)
     latency = Latency(2.0, {site.name: Times((8, 9, 20), (0.6, 0.5, 1.0))})
-    monkeypatch.setattr(widths, "measure", lambda *_: latency)
+    monkeypatch.setattr(widths, "measure", lambda *_, **__: latency)
     run = SimpleNamespace(
         request=SimpleNamespace(offered={site.name: (8, 9, 20)}, added=()),
         store=SimpleNamespace(model=None),

@@ -635,12 +635,21 @@ def test_layers_of_one_width_keep_all_units_if_no_sample_reaches_one_of_them(mon
 
 
 def test_network_that_is_not_faster_is_called_so(monkeypatch):
-    monkeypatch.setattr(structured, "shares_of", lambda *_: (1.0, 1.1))
+    monkeypatch.setattr(structured, "shares_of", lambda *_, **__: (1.0, 1.1))
     report = iobs.prune(network(), pictures(), iobs.Structured(0.3), "one-shot")
     assert "NOT faster on this machine: 110.0% of the dense time" in str(report)
     assert 'Choose the widths by time (of="latency")' in str(report)
     report.settings["pattern"] = str(iobs.Structured(0.3, of="latency"))
     assert "Choose the widths by time" not in str(report)  # it was done
+
+
+def test_time_is_reported_for_the_samples_of_a_call_that_are_asked_for():
+    pattern = parse("structured:0.3,batch=4")
+    assert pattern == iobs.Structured(0.3, batch=4)
+    report = iobs.prune(network(), pictures(), pattern, "one-shot")
+    assert "of 4 samples at once in torch" in str(report)
+    with pytest.raises(PatternError, match="batch must be a whole number"):
+        iobs.Structured(0.3, batch=0)
 
 
 def test_time_that_cannot_be_reached_is_refused(monkeypatch):

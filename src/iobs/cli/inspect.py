@@ -43,6 +43,7 @@ def inspect(
     from rich.text import Text
 
     from iobs.core.formats import percent
+    from iobs.errors import listed
     from iobs.models.packed import is_packed
     from iobs.models.packed_costs import costs_of
     from iobs.models.packed_files import files_with_codes, unpacked
@@ -81,9 +82,9 @@ def inspect(
         out.print(f"{percent(zeros / weights, 2)} zeros: {zeros:,} of {weights:,} weights in {len(sparse)} layers")
         for row in stray:
             out.print(f"zeros elsewhere, not counted: {row.name} ({row.zeros:,} of {row.weights:,})")
-        dense = len(rows) - len(sparse) - len(stray)
+        dense = [row.name for row in rows if row not in sparse and row not in stray]
         if dense:
-            out.print(f"{dense} {'matrix has' if dense == 1 else 'matrices have'} no zero")
+            out.print(f"{len(dense)} {'matrix has' if len(dense) == 1 else 'matrices have'} no zero: {listed(dense)}")
     else:
         out.print(f"No zeros in {len(rows)} matrices: this model is dense.")
     for line in result.units:

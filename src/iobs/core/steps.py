@@ -15,7 +15,9 @@ from rich.table import Column
 
 from iobs.core.memory import resident
 
-_PLAIN_INTERVAL = 10.0  # seconds between plain lines
+_PLAIN_INTERVAL = 10.0  # seconds between plain lines, at first
+_LONGEST_INTERVAL = 60.0  # the same in a long task
+_SHARE = 1 / 6  # of the time so far, between those
 _NOTEBOOK_INTERVAL = 0.25  # seconds between updates of a notebook's cell
 _MEMORY_INTERVAL = 1.0  # seconds between measurements of memory
 
@@ -23,8 +25,8 @@ _MEMORY_INTERVAL = 1.0  # seconds between measurements of memory
 class Steps:
     """Progress towards a total: a bar on a terminal or in a notebook, elsewhere plain lines.
 
-    Used as a context manager; `update` may be called often. A log gets a line every `_PLAIN_INTERVAL` seconds, also
-    during a long step: a thread writes it.
+    Used as a context manager; `update` may be called often. A log gets a line every ten seconds, later every minute,
+    also during a long step: a thread writes it.
 
     Args:
         description: shown before the bar.
@@ -100,16 +102,20 @@ class Steps:
             self._printed = now
             shown = "" if left is None else f"about {in_words(left)} left"
             self._cell.update(_as_html(self._description, done / total if total else 0.0, shown, self._memory.text()))
-        elif self._cell is None and self._shown and now - self._printed >= _PLAIN_INTERVAL and left is not None:
+        elif self._cell is None and self._shown and now - self._printed >= self._interval(now) and left is not None:
             self._printed = now
             self._say(now)
 
     def _keep_talking(self) -> None:
-        """Write a line to a log whenever no other was written for `_PLAIN_INTERVAL` seconds."""
-        while not self._ended.wait(max(0.1, self._printed + _PLAIN_INTERVAL - time.monotonic())):
-            if (now := time.monotonic()) - self._printed >= _PLAIN_INTERVAL:
+        """Write a line to a log whenever no other was written for the time of `_interval`."""
+        while not self._ended.wait(max(0.1, self._printed + self._interval(self._printed) - time.monotonic())):
+            if (now := time.monotonic()) - self._printed >= self._interval(now):
                 self._printed = now
                 self._say(now)
+
+    def _interval(self, now: float) -> float:
+        """Seconds between two plain lines: a log of hours has a line a minute."""
+        return max(_PLAIN_INTERVAL, min(_LONGEST_INTERVAL, _SHARE * (now - self._started)))
 
     def _say(self, now: float) -> None:
         left = None if self._end is None else self._end - now

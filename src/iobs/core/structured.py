@@ -38,7 +38,7 @@ class Structured:
             enough, the fastest that was measured is returned, and a note says so. Of blocks, experts and tokens
             `sparsity` is the share of their number, rounded.
         of: the cost. "macs": multiplications by weights. "parameters": entries of weight matrices. "latency": measured
-            time of one sample on this machine, with the threads of torch.
+            time of a call on this machine, with the threads of torch.
         multiple_of: the channels or neurons that a layer keeps are a multiple of this, such as 8 or 16. A layer may
             also stay as it is. Heads are not aligned.
         uniform: True: layers with the same kind and number of units keep the same number. False: every layer has its
@@ -50,6 +50,7 @@ class Structured:
             "vocabulary": tokens of a language model, by `iobs.reduce_vocabulary` or `iobs prune`: the tokenizer, too,
             becomes smaller.
         runtime: runtime whose time is meant and reported: "torch", or "onnx" for ONNX Runtime.
+        batch: number of samples of a call whose time is meant and reported.
 
     Raises:
         PatternError: an argument is impossible.
@@ -61,6 +62,7 @@ class Structured:
     uniform: bool | None = None
     runtime: Runtime = "torch"
     units: Units = "auto"
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if not is_a(Real, self.sparsity) or not 0 <= self.sparsity < 1:
@@ -69,6 +71,8 @@ class Structured:
             raise PatternError(f'Structured removes a share of="macs", "parameters" or "latency", got {self.of!r}.')
         if not is_a(Integral, self.multiple_of) or self.multiple_of < 1:
             raise PatternError(f"multiple_of must be a whole number of at least 1, got {self.multiple_of!r}.")
+        if not is_a(Integral, self.batch) or self.batch < 1:
+            raise PatternError(f"batch must be a whole number of at least 1, got {self.batch!r}.")
         if self.uniform is not None and not isinstance(self.uniform, bool):  # 0 is not False to the code that asks
             raise PatternError(f"uniform must be True, False or None, got {self.uniform!r}.")
         require_known_runtime(self.runtime)
@@ -98,7 +102,7 @@ class Structured:
             if name not in {item.name for item in fields(cls)} - {"sparsity"} or not value:
                 raise PatternError(
                     f"Cannot read the option {option!r} of a structured pattern: give of=macs, of=parameters, "
-                    "of=latency, multiple_of=8, uniform=true, units=blocks or runtime=onnx."
+                    "of=latency, batch=8, multiple_of=8, uniform=true, units=blocks or runtime=onnx."
                 )
             booleans: dict[str, object] = {"true": True, "false": False}
             options[name] = int(value) if value.isdecimal() else booleans.get(value.lower(), value)

@@ -148,14 +148,14 @@ def names_to_replace(directory: Path, marks: Collection[str], overwrite: bool) -
             it is a file, or cannot be read.
     """
     names = _contents(directory)
+    if names and not any(fnmatch.filter(names, mark) for mark in marks):
+        raise UnusableOutputError(
+            f"{directory} is not empty and holds no {' and no '.join(marks)}, so iobs did not write it; remove it "
+            "yourself or choose another output directory."
+        )
     if names and not overwrite:
         raise UnusableOutputError(
             f"{directory} exists and is not empty; add --overwrite to replace it, or choose another output directory."
-        )
-    if names and not any(fnmatch.filter(names, mark) for mark in marks):
-        raise UnusableOutputError(
-            f"{directory} holds no {' and no '.join(marks)}, so iobs did not write it; remove it yourself or choose "
-            "another output directory."
         )
     return tuple(names)
 

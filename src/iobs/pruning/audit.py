@@ -53,9 +53,11 @@ def audit(
         AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned;
             weights are not on a grid, or need more bits than the rate has.
         LayerSelectionError: a name is that of no matrix.
-        ModelError: the directory holds no safetensors file, or one is damaged.
+        ModelError: `source` is neither; the directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, a budget, or does not fit a layer that was pruned.
     """
+    if not isinstance(source, nn.Module | str | Path):
+        raise ModelError(f"audit takes a model or a directory, got {type(source).__name__}.")
     expected = None if pattern is None else as_pattern(pattern)
     layers = {layers} if isinstance(layers, str) else layers
     if isinstance(expected, Budget):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from iobs.errors import LayerSelectionError
+from iobs.errors import LayerSelectionError, ProblemError, is_a
 
 
 @dataclass(eq=False)
@@ -105,9 +105,13 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
 
     Raises:
         LayerSelectionError: no matrix that the optimizer steps on holds a zero.
+        ProblemError: other arguments.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # a wrapper such as accelerate's has no hooks of its own
+    if not (is_a(nn.Module, model) and is_a(torch.optim.Optimizer, optimizer)):
+        kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise ProblemError(f"keep_sparse takes a model and its optimizer, in this order; got {kinds}.")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     matrices = {
         name: parameter

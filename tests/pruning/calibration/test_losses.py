@@ -307,3 +307,12 @@ def test_a_model_that_returns_its_loss_is_told_so(recipe):
 def test_outputs_inside_others_are_found(change):
     batch = torch.randn(64, 16)
     assert iobs.prune(Returning(change), [batch], 0.5, "one-shot").sparsity > 0.4
+
+
+def test_numbers_of_classes_as_floats_are_refused_and_counts_are_no_classes():
+    torch.manual_seed(0)
+    inputs, classes = torch.randn(12, 4), torch.arange(12) % 3
+    with pytest.raises(CalibrationError, match=r"give labels.long\(\)"):
+        iobs.prune(nn.Linear(4, 3), [(inputs, classes.float())], 0.5, "one-shot")
+    assert iobs.prune(nn.Linear(4, 1), [(inputs, classes)], 0.5, "one-shot").scores == {}
+    assert iobs.prune(nn.Linear(4, 3), [(inputs, torch.randn(12, 3))], 0.5, "one-shot").scores == {}

@@ -317,6 +317,8 @@ def _batch_metric(values: Tensor, batch: Batch) -> tuple[str, float, float] | No
     if labels is None or labels.is_floating_point() or labels.dtype == torch.bool:
         return None
     axis = class_axis(values, batch)
+    if axis is None and bool((labels > 1).any()):
+        return None  # counts, say, which one output predicts
     best = (values > 0).long() if axis is None else values.argmax(axis)
     if best.numel() != labels.numel():
         return None

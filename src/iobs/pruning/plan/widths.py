@@ -161,7 +161,9 @@ def _timed(
     known = workspace.request.offered
     offered = {site: possible_widths(pattern, site, offered=known.get(site.name)) for site in sites}
     with _without_added(workspace):
-        latency = measure(workspace.store.model, workspace.fit.batches[0], offered, pattern.runtime)
+        latency = measure(
+            workspace.store.model, workspace.fit.batches[0], offered, pattern.runtime, samples=pattern.batch
+        )
     for site in offered:
         if site.name not in latency.times:
             workspace.note(f"{site.name} keeps all units: the first sample does not call its block, so it has no time.")
@@ -198,7 +200,7 @@ def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dic
     for _ in range(_TIMINGS):
         with _without_added(workspace):
             narrow = narrowed(model, timed.sites, found)
-            before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime)
+            before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime, samples=pattern.batch)
         share = after / before
         if fastest is None or share < fastest[0]:
             fastest = share, found

@@ -42,18 +42,32 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
     return values[mask.to(values.device)]
 
 
+def _refuse_classes(labels: Tensor, classes: int) -> None:
+    """Raise if floating labels, one for each distribution, are numbers of classes."""
+    if bool(((labels >= 0) & (labels < classes) & (labels == labels.round())).all()):
+        raise CalibrationError(
+            f"The labels are numbers of classes, {tuple(labels.shape)} for scores of {classes} classes, but of type "
+            f"{labels.dtype}, which means measured numbers; give labels.long()."
+        )
+
+
 def class_axis(scores: Tensor, batch: Batch) -> int | None:
     """The dimension of the classes in a model's scores; None if the outputs are numbers, not a distribution.
 
     Outputs are numbers if there is one output, or if the labels are floating. Without labels they are numbers if the
     scores have the shape of a floating input. The shape of integer labels gives the dimension of the classes. Without
     them it is the last dimension, or the second of four or more dimensions, as for pixels.
+
+    Raises:
+        CalibrationError: numbers of classes are given as floating labels.
     """
     if scores.ndim < 2:
         return None
     arguments, labels = inputs(batch), targets(batch)
     axis = 1 if scores.ndim > 3 else scores.ndim - 1
     if labels is not None and labels.is_floating_point():
+        if scores.shape[axis] > 1 and labels.shape in (scores.shape[:-1], scores.shape[:1] + scores.shape[2:]):
+            _refuse_classes(labels, scores.shape[axis])
         return None
     if labels is not None and labels.shape == scores.shape[:-1]:
         axis = scores.ndim - 1

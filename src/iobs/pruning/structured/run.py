@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from iobs.core.structured import Runtime
+from iobs.core.structured import Structured
 from iobs.errors import ModelError, NonFiniteError, PatternError, ProblemError, first_line
 from iobs.pruning.calibration.observe import require_repeatable
 from iobs.pruning.callbacks import Callbacks
@@ -65,7 +65,7 @@ def prune_structured(
         removal.remove()
         with evaluating(model) if pattern.whole else nullcontext():  # the dense model is timed in the mode of its copy
             costs = removal.costs()
-            costs += _seconds(removal.wide(), model, data[0], pattern.runtime, callbacks)
+            costs += _seconds(removal.wide(), model, data[0], pattern, callbacks)
         # The zeros were counted before the units were removed; the smaller matrices have none that were asked for.
         structured_report = StructuredReport(
             **{**vars(report), "audit": []},
@@ -155,15 +155,16 @@ def _find_removal(
 
 
 def _seconds(
-    wide: nn.Module | None, narrow: nn.Module, batch: Batch, runtime: Runtime, callbacks: Callbacks
+    wide: nn.Module | None, narrow: nn.Module, batch: Batch, pattern: Structured, callbacks: Callbacks
 ) -> list[CostRecord]:
-    """The measured time of one sample before and after; nothing for a network that is too large to have it twice."""
+    """The measured time of a call before and after; nothing for a network that is too large to have it twice."""
     if wide is None:
         callbacks.on_note("The time of the narrower network was not measured, since both do not fit into memory.")
         return []
     try:
-        before, after = shares_of(wide, narrow, batch, runtime)
+        before, after = shares_of(wide, narrow, batch, pattern.runtime, samples=pattern.batch)
     except Exception as error:  # of any runtime; the run has succeeded
         callbacks.on_note(f"Time not measured: {first_line(error)}")
         return []
-    return [CostRecord(SECONDS, before, after, f"of one sample in {NAMES[runtime]}")]
+    samples = "one sample" if pattern.batch == 1 else f"{pattern.batch} samples at once"
+    return [CostRecord(SECONDS, before, after, f"of {samples} in {NAMES[pattern.runtime]}")]

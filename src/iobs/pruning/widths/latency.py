@@ -50,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds that a network takes for one sample.
+    """Seconds that a network takes for a call.
 
     Attributes:
         dense: seconds of the dense network.
@@ -86,21 +86,23 @@ def measure(
     offered: Mapping[Site, Sequence[int]],
     runtime: Runtime,
     clock: Clock = interleaved,
+    samples: int = 1,
 ) -> Latency:
     """Time the blocks of all sites, and the network.
 
     Args:
         model: the dense model; unchanged.
-        batch: the first sample is used.
+        batch: its first samples are used.
         offered: widths that each site may get, ascending.
         runtime: in which the times are measured.
         clock: measures seconds of calls.
+        samples: number of samples in a call.
 
     Raises:
         ModelError: a block cannot be exported to ONNX.
     """
     with inferring(model), keeping_buffers(model):
-        network = whole(model, batch)
+        network = whole(model, batch, samples)
         examples = _examples(model, network, {site.owner for site in offered})
         by_signature: dict[object, Times] = {}
         times: dict[str, Times] = {}
@@ -128,11 +130,13 @@ def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def shares_of(
-    wide: nn.Module, narrow: nn.Module, batch: Batch, runtime: Runtime, clock: Clock = interleaved
+    wide: nn.Module, narrow: nn.Module, batch: Batch, runtime: Runtime, clock: Clock = interleaved, samples: int = 1
 ) -> tuple[float, float]:
-    """Seconds of two networks for the first sample of a batch, measured in turns."""
+    """Seconds of two networks for the first samples of a batch, measured in turns."""
     with inferring(wide), inferring(narrow), keeping_buffers(wide), keeping_buffers(narrow):
-        first, second = _timed([called_in(runtime, whole(network, batch)) for network in (wide, narrow)], clock)
+        first, second = _timed(
+            [called_in(runtime, whole(network, batch, samples)) for network in (wide, narrow)], clock
+        )
     return first, second
 
 
@@ -149,10 +153,11 @@ def narrowed(model: nn.Module, sites: Sequence[Site], widths: WidthBySite) -> nn
     return narrow
 
 
-def whole(model: nn.Module, batch: Batch) -> Example:
-    """A model with the first sample of a batch."""
+def whole(model: nn.Module, batch: Batch, samples: int = 1) -> Example:
+    """A model with the first samples of a batch, which are repeated if the batch has fewer."""
     device = next((value.device for value in model.parameters()), torch.device("cpu"))
-    inputs = batches.to_device(batches.inputs(batches.first_sample(batch)), device)
+    rows = torch.arange(samples) % batches.size(batch)
+    inputs = batches.to_device(batches.inputs(batches.take(batch, rows)), device)
     if isinstance(inputs, Mapping):
         return Example(model, (), dict(inputs))
     return Example(model, (inputs,), {})
