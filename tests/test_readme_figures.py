@@ -42,6 +42,15 @@ def table():
     return cells[0], cells[2:]
 
 
+def test_numbers_of_the_landing_page_are_those_of_the_readme():
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf8")
+    sentence = page.partition("A ResNet-20 for CIFAR-10")[2].partition("([all results]")[0]
+    rows = [cell for row in table()[1] if row[0].startswith(("ResNet-20", "Llama of 260")) for cell in row[1:]]
+    numbers = re.findall(r"\d+\.\d+", sentence)
+    assert len(numbers) == 6
+    assert not [number for number in numbers if number not in rows]
+
+
 @pytest.mark.parametrize("row", table()[1], ids=lambda row: row[0])
 def test_readme_quotes_the_rows_of_the_benchmarks(row):
     found, (heads, _) = scores(), table()

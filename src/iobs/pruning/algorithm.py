@@ -24,6 +24,7 @@ from torch import Tensor
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
+from iobs.pruning.calibration.embeddings import embedded, similarity
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
@@ -78,7 +79,7 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
     # On any failure this restores the dense weights.
     with workspace.memory.watching(), workspace.store.running(workspace.request.patterns):
         loss, foretell = prepare(workspace, census), forecaster(workspace)
-        scores = score_of_dense(workspace)  # after the first forecast, which does not need it
+        dense = score_of_dense(workspace)  # after the first forecast, which does not need it
         plan, allocation = allocate(workspace)
         importance = workspace.importance  # of the dense model, so before the first projection
         workspace.store.set_patterns(plan)
@@ -103,7 +104,7 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
             best.consider(finetune_last(workspace, projection, plan, step, len(best.records)))
         workspace.store.restore(best.weights)
         seconds = workspace.checkpoint.earlier + time.perf_counter() - started
-        report = report_of(workspace, best, (loss, scores), census, allocation, seconds)
+        report = report_of(workspace, best, (loss, *dense), census, allocation, seconds)
         if ends:
             workspace.callbacks.on_end(report)
         return report
@@ -286,12 +287,12 @@ def prepare(workspace: Workspace, census: Census) -> ComparisonLoss:
     return ComparisonLoss(workspace.scoring.name, loss)
 
 
-def score_of_dense(workspace: Workspace) -> Scores:
-    """Accuracy or perplexity of the dense model, before the first projection; empty without losses of the model."""
+def score_of_dense(workspace: Workspace) -> tuple[Scores, Tensor | None]:
+    """Scores and embeddings of the dense model, before the first projection; neither without losses of the model."""
     if workspace.scoring is None:
-        return {}
+        return {}, None
     with workspace.store.as_dense():
-        return score_of(workspace)
+        return score_of(workspace), embedded(workspace.store.model, _scored(workspace)[0])
 
 
 def forecaster(workspace: Workspace) -> Callable[[], object]:
@@ -407,22 +408,40 @@ def warn_of_coverage(workspace: Workspace, coverage: Coverage) -> None:
         workspace.callbacks.warn(text)
 
 
+def _scored(workspace: Workspace) -> tuple[Samples, str]:
+    """The samples that scores are of, and their name: those that are held out, or all if none are."""
+    return (workspace.heldout, "held-out") if workspace.heldout.batches else (workspace.fit, "calibration")
+
+
 def score_of(workspace: Workspace) -> Scores:
-    """Accuracy or perplexity of the present model on the held-out samples, or on all samples if none are held out."""
-    samples, name = (workspace.heldout, "held-out") if workspace.heldout.batches else (workspace.fit, "calibration")
+    """Accuracy or perplexity of the present model."""
+    samples, name = _scored(workspace)
     return {f"{name} {key}": value for key, value in metric(workspace.store.model, samples).items()}
+
+
+def _scores(workspace: Workspace, before: Scores, vectors: Tensor | None) -> dict[str, Scores]:
+    """Scores of the dense and the pruned model; of embeddings their similarity to those of the dense model."""
+    if before:
+        return {"dense": before, "pruned": score_of(workspace)}
+    samples, name = _scored(workspace)
+    after = None if vectors is None else embedded(workspace.store.model, samples)
+    if vectors is None or after is None:
+        return {}
+    pairs = (vectors, vectors), (vectors, after)
+    dense, pruned = ({f"{name} {key}": value for key, value in similarity(*pair).items()} for pair in pairs)
+    return {"dense": dense, "pruned": pruned}
 
 
 def report_of(
     workspace: Workspace,
     best: Best,
-    dense: tuple[ComparisonLoss, Scores],
+    dense: tuple[ComparisonLoss, Scores, Tensor | None],
     census: Census,
     allocation: list[AllocationRecord],
     seconds: float,
 ) -> Report:
     """The report of the run."""
-    loss, before = dense
+    loss, before, vectors = dense
     coverage = census.coverage(workspace.selection, workspace.store.zeros())
     warn_of_coverage(workspace, coverage)
     _note_lost_zeros(workspace)
@@ -436,7 +455,7 @@ def report_of(
         audit=audited(workspace, best.plan),
         seconds=seconds,
         peak_memory_bytes=workspace.memory.look(),
-        scores={"dense": before, "pruned": score_of(workspace)} if before else {},
+        scores=_scores(workspace, before, vectors),
         notes=workspace.callbacks.notes,
         cautions=workspace.callbacks.cautions,
         allocation=allocation,

@@ -108,6 +108,17 @@ def prune(
         AuditError: fewer zeros than asked.
         CheckpointError: the checkpoint belongs to another run (the message names the difference), or cannot be written.
         DistributedError: there are fewer batches than ranks, or a rank is gone.
+
+    Example:
+        A network with half of its weights zero, with a report::
+
+            batches = [(pictures, labels) for pictures, labels in loader][:10]
+            report = iobs.prune(network, batches, 0.5, progress=True)
+            print(report)
+            iobs.audit(network, 0.5)  # raises AuditError with fewer zeros
+
+        Other patterns and recipes: ``iobs.prune(network, batches, "2:4", "one-shot")``,
+        ``iobs.prune(network, batches, iobs.Structured(0.3, of="latency"), "best", within="30min")``.
     """
     ensure_sleep()
     _require_callbacks(callbacks)

@@ -80,7 +80,8 @@ def require_runtime(runtime: Runtime) -> None:
     """
     missing = [name for name in ("onnx", "onnxruntime") if runtime == "onnx" and find_spec(name) is None]
     if missing:
-        raise ProblemError(f'runtime="onnx" needs {" and ".join(missing)}: pip install iobs[onnx]')
+        needed = " and ".join(missing)
+        raise ProblemError(f"runtime=\"onnx\" needs {needed}: pip install 'iobs[timing]'")
 
 
 def called_in(runtime: Runtime, example: Example) -> TimedCall:
