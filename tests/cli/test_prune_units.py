@@ -158,7 +158,9 @@ def test_dry_run_shows_what_is_left_at_most(run, classifier, tmp_path):
     assert "macs in all layers: 160 -> at most 112 (70.0%)" in shown
     assert "parameters in all layers: 160; what is left is known after the run" in shown
     assert "measures how many units" in shown
+    assert "Estimated time: " in shown
     plan = json.loads(run(*given, "--dry-run", "--pattern", "structured:30%", "--json").stdout)
+    assert plan["seconds"] > 0
     layers = {"name": "2", "kind": "neurons", "layers": ["2"], "count": 16}
     assert plan["units"] == [{**layers, "kept": None, "least": 1}]
     run(*given, "--pattern", "structured:30%", "-o", out)

@@ -121,7 +121,7 @@ def show_units(loaded: LoadedModel, store: Store, settings: RunSettings, as_json
     named = (options.include, options.ignore)
     request = StructuredRequest(pattern, settings.recipe, *named, options.holdout, options.seed)
     require_possible(store, request)  # before the data are read
-    plan = plan_structured(store, store.collect_batches(batches_of_run(loaded, options)[2]), request)
+    plan = plan_structured(store, store.collect_batches(batches_of_run(loaded, options)[2]), request, timed=True)
     if current().first:
         show_units_plan(pattern, plan, as_json, _about_the_units(pattern, plan))
 
@@ -138,6 +138,8 @@ def show_units_plan(pattern: Structured, plan: UnitsPlan, as_json: bool, about: 
 def _print_units(pattern: Structured, plan: UnitsPlan) -> None:
     from rich.table import Table
 
+    from iobs.core.formats import duration
+
     table = Table(title=f"{pattern}: what would be removed", title_justify="left", header_style="bold")
     whole = pattern.whole
     for name in ("in" if whole else "read by", "units"):
@@ -153,6 +155,8 @@ def _print_units(pattern: Structured, plan: UnitsPlan) -> None:
         out.print(_line_of(cost))
     for note in plan.notes:
         out.print(note)
+    if plan.seconds is not None:
+        out.print(f"Estimated time: {duration(plan.seconds)}")
 
 
 def _line_of(cost: PlannedCost) -> str:
@@ -173,4 +177,5 @@ def _about_the_units(pattern: Structured, plan: UnitsPlan) -> str:
         which = "The run measures how many units each layer needs."
     else:
         which = "The run chooses which units are removed."
-    return f"{which} Its time and memory are not predicted for a model in memory; the run shows the time left."
+    known = "" if plan.seconds is not None else " Its time is not predicted; the run shows the time left."
+    return f"{which}{known}"

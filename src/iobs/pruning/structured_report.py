@@ -78,11 +78,13 @@ class UnitsPlan:
         units: in the order of the forward pass.
         costs: of the dense model.
         notes: what the run would note, such as sites that keep all units.
+        seconds: expected time of the run; None where it is not foretold.
     """
 
     units: tuple[PlannedUnits, ...]
     costs: tuple[PlannedCost, ...]
     notes: tuple[str, ...]
+    seconds: float | None = None
 
 
 @dataclass

@@ -22,7 +22,9 @@ from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.hooks import reached
 from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.coverage import Reason
+from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
@@ -328,6 +330,15 @@ class SiteRemoval:
             most = before - pattern.sparsity * self._removable(name).of({}) if name == pattern.of else None
             planned.append(PlannedCost(name, before, most if kept is None else cost.of(kept), where))
         return UnitsPlan(tuple(units), tuple(planned), tuple(self.callbacks.notes))
+
+    def foretell(self) -> Forecast:
+        """The work of a run after the search for units, and its time on this machine."""
+        request = self.request
+        patterns = {layer: self.sites.groups(layer) for layer in self.selection.layers}
+        foresight = Foresight.of(
+            self.store, request.recipe, patterns, request.pattern, self.data, request.holdout, request.seed
+        )
+        return foresight.forecast(request.recipe)
 
     def solve(self, frozen: frozenset[str]) -> Report:
         """Choose the units, set the columns of the others to zero, and solve for what reads the rest.

@@ -6,6 +6,7 @@ anything is solved.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -79,15 +80,27 @@ def prune_structured(
     return structured_report
 
 
-def plan_structured(store: Store, data: list[Batch], request: StructuredRequest) -> UnitsPlan:
-    """The plan of `prune_structured` with the same arguments and errors; the model is unchanged."""
+def plan_structured(store: Store, data: list[Batch], request: StructuredRequest, timed: bool = False) -> UnitsPlan:
+    """The plan of `prune_structured` with the same arguments and errors; the model is unchanged.
+
+    Args:
+        store: of the model.
+        data: calibration samples.
+        request: of the run.
+        timed: foretell the time of the run, for channels, neurons and heads whose widths are not chosen by time.
+    """
     require_possible(store, request)
     model = store.model
     with torch.inference_mode(False), evaluating(model), seeded(model, request.seed):
         store = StoreBesideDense(model) if request.pattern.whole else store
+        began = time.perf_counter()
         removal = _find_removal(store, data, request, Callbacks([]))
         with _naming_what_stays(removal):
-            return removal.plan()
+            plan = removal.plan()
+        if not timed or isinstance(removal, PartRemoval) or request.pattern.of == "latency":
+            return plan
+        searched = time.perf_counter() - began  # the run searches again
+        return replace(plan, seconds=searched + removal.foretell().seconds)
 
 
 @contextmanager
