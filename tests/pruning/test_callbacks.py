@@ -86,6 +86,7 @@ def test_nothing_is_shown_unless_asked(capsys):
 
 def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "_LONGEST_INTERVAL", 0.0)
     model, data = menagerie.build("perceptron")
     iobs.prune(model, data, 0.5, "one-shot", progress=True)
     lines = capsys.readouterr().err.splitlines()
