@@ -9,6 +9,7 @@ import torch
 from checks import same_weights
 from huggingface_hub import constants as hub
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
 from iobs import models
 from iobs.data import embedded_text, token_windows
@@ -176,3 +177,17 @@ def test_damaged_tokenizer_is_named(directory):
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="tokenizer"):
         models.load(directory)
+
+
+def test_encoder_of_sentence_transformers_is_loaded_without_the_head_that_its_configuration_names(tmp_path):
+    config = BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=6)
+    BertModel(config).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["BertForMaskedLM"]}))
+    (tmp_path / "modules.json").write_text("[]")
+    loaded = models.load(tmp_path)
+    assert isinstance(loaded.module, BertModel)
+    (tmp_path / "out").mkdir()
+    loaded.write(tmp_path / "out")
+    assert (tmp_path / "out" / "modules.json").is_file()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]

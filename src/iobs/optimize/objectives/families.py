@@ -160,7 +160,7 @@ class Poisson(Family):
 
     def _accepted(self, target: Array) -> Array:
         if target.min() < 0:
-            raise ProblemError("Poisson needs non-negative targets; for real-valued targets use LeastSquares.")
+            raise ProblemError("Poisson needs non-negative targets; for real-valued targets use the squared loss.")
         return target
 
     def losses(self, margin: Array) -> Array:
@@ -194,7 +194,7 @@ class Gamma(LogLink):
 
     def _accepted(self, target: Array) -> Array:
         if target.min() <= 0:
-            raise ProblemError("Gamma needs positive targets; for targets with zeros use Tweedie.")
+            raise ProblemError("Gamma needs positive targets; for targets with zeros use the loss tweedie.")
         return target
 
     def losses(self, margin: Array) -> Array:
@@ -244,7 +244,7 @@ class Tweedie(LogLink):
 
     def _accepted(self, target: Array) -> Array:
         if target.min() < 0:
-            raise ProblemError("Tweedie needs non-negative targets; for real-valued targets use LeastSquares.")
+            raise ProblemError("Tweedie needs non-negative targets; for real-valued targets use the squared loss.")
         return target
 
     def losses(self, margin: Array) -> Array:
