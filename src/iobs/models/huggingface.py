@@ -87,7 +87,8 @@ def load_pretrained(
                 know_nemotron_nas(Path(source))
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             encoder = (Path(source) / "modules.json").is_file()  # sentence-transformers, whose weights have no head
-            chosen = transformers.AutoModel if encoder else _model_class(transformers, config, trust_remote_code)
+            automatic: Any = transformers.AutoModel
+            chosen = automatic if encoder else _model_class(transformers, config, trust_remote_code)
             if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
                 config.dtype = None  # makes "auto" the dtype of the files, not the dtype in the configuration
             module, info = chosen.from_pretrained(
