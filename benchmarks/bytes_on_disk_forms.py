@@ -3,7 +3,7 @@
 A form writes its file, reads it back and computes from it: torch with the decoded weights, or the peer's own runtime.
 Its bytes are those of the files with the weights. Peers that calibrate see the batches that this library sees.
 
-Peers beyond the packages of the benchmarks: `gguf`, `pywhispercpp` (ggml's own quantisation, for types with importances),
+Peers beyond the packages of the benchmarks: `gguf`, `pywhispercpp` (ggml's own quantisation, with importances),
 `onnx` and `onnxruntime`, `openvino` and `nncf`, `entropack`.
 """
 
@@ -170,7 +170,7 @@ def ggml() -> Callable[..., np.ndarray]:
         NotMadeError: its library is not there.
     """
     (found,) = require("_pywhispercpp")
-    places = [place for place in Path(found.__file__).parent.glob("pywhispercpp.libs/libggml-base*")]
+    places = [*Path(found.__file__).parent.glob("pywhispercpp.libs/libggml-base*")]
     if not places:
         raise NotMadeError("pywhispercpp has no library of ggml")
     call = ctypes.CDLL(str(places[0])).ggml_quantize_chunk
@@ -326,8 +326,8 @@ def openvino(how: str, case: Case, folder: Path) -> Form:
 def entropack(bits: float, case: Case, folder: Path) -> Form:
     """Each matrix on EntroPack's lattice at a rate, and the dense rest in float32."""
     (api,) = require("entropack")
-    module, config, total = copy.deepcopy(case.module), api.EntroPackLossyConfig(target_bpp=bits), 0
-    saved: dict[str, Any] = {name: one for name, one in module.named_parameters()}
+    module, config = copy.deepcopy(case.module), api.EntroPackLossyConfig(target_bpp=bits)
+    saved: dict[str, Any] = dict(module.named_parameters())
     for name, one in matrices(module).items():
         try:
             saved[name] = api.compress(one.detach().flatten(1), config)
@@ -335,8 +335,7 @@ def entropack(bits: float, case: Case, folder: Path) -> Form:
             raise NotMadeError(str(error).splitlines()[0]) from error
         one.data.copy_(api.decompress(saved[name], config).view(one.shape))
     torch.save({name: getattr(one, "data", one) for name, one in saved.items()}, folder / "model.pt")
-    total = size([folder / "model.pt"])
-    return Form(total, module)
+    return Form(size([folder / "model.pt"]), module)
 
 
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
