@@ -235,7 +235,7 @@ def onnx(how: str, case: Case, folder: Path) -> Form:
             input_names=names,
             output_names=["output"],
             dynamic_axes=axes,
-            opset_version=17,
+            opset_version=18,
             dynamo=False,
         )
     if how == "dynamic int8":
