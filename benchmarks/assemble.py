@@ -1,4 +1,4 @@
-"""Write benchmarks/RESULTS.md and the pages in results/ from the rows there, and nothing else; also the race's picture.
+"""Write benchmarks/RESULTS.md and the pages in results/ from the rows there, and nothing else; also two pictures.
 
 python benchmarks/assemble.py
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 import blocks
 import breadth
 import busy_machine
+import bytes_on_disk
 import chita_report
 import depth
 import equal_bytes
@@ -118,6 +119,9 @@ SECTIONS = (
             ("ResNet-20, CIFAR-10", "Equal bits: ResNet-20 (accuracy, dense 91.70)"),
             ("Llama 260K", "Equal bits: the Llama (perplexity / dense)"),
         ),
+    ),
+    Section(
+        "bytes_on_disk", bytes_on_disk.tables, "quality at equal bytes of files, ours and those of other libraries"
     ),
     Section("exports", exports.tables, "files for other runtimes, read by them: bytes, zeros, outputs"),
     Section(
@@ -226,6 +230,7 @@ def older(name: str) -> str:
 
 def main() -> None:
     layer_report.plot(read("layer_race"), RESULTS / "layer_race.png")
+    bytes_on_disk.plot(read("bytes_on_disk"), RESULTS / "bytes_on_disk.png")
     for file, text in pages().items():
         file.write_text(text, encoding="utf8")
 

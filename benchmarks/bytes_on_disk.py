@@ -27,7 +27,7 @@ from bytes_on_disk_forms import GGUF, Case, Form, Forward, NotMadeError, forms
 from language_models import MODEL, texts
 from matplotlib.figure import Figure
 from networks import drawn
-from rows import RESULTS, Row, Rows, parser, require_data, stamp
+from rows import Row, Rows, parser, require_data, stamp
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -255,8 +255,8 @@ def _all(rows: list[Row]) -> list[str]:
     return [*lines, *(["", "Not measured:", "", *missing] if missing else [])]
 
 
-def plot(rows: list[Row]) -> None:
-    """Write the picture: quality against megabytes, a panel for each network."""
+def plot(rows: list[Row], file: Path) -> None:
+    """Draw the picture: quality against megabytes, a panel for each network."""
     made = [row for row in rows if "bytes" in row]
     shown = [name for name in NETWORKS if any(row["network"] == name for row in made)]
     if not shown:
@@ -275,7 +275,7 @@ def plot(rows: list[Row]) -> None:
         panel.set_yscale("log" if DRAWN[score] else "linear")
         panel.grid(color="#dddddd", linewidth=0.6, which="both")
         panel.legend(fontsize=8, frameon=False)
-    figure.savefig(RESULTS / "bytes_on_disk.png", dpi=100, metadata={"Software": None})
+    figure.savefig(file, dpi=100, metadata={"Software": None})
 
 
 def main() -> None:
