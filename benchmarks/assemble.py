@@ -121,7 +121,7 @@ SECTIONS = (
         ),
     ),
     Section(
-        "bytes_on_disk", bytes_on_disk.tables, "quality at equal bytes of files, ours and those of other libraries"
+        "bytes_on_disk", bytes_on_disk.tables, "quality at equal bytes of files, ours and of other libraries"
     ),
     Section("exports", exports.tables, "files for other runtimes, read by them: bytes, zeros, outputs"),
     Section(
