@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import iobs
 
 Forward = Callable[..., Tensor]
+HEAD = 130  # bytes of a file that name a tensor, about
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def rated(level: float, case: Case, folder: Path) -> Form:
     """All matrices and tables by `iobs.Rate`, so that the whole file has some bits a parameter."""
     module = copy.deepcopy(case.module)
     covered = sum(one.numel() for one in matrices(module).values())
-    count = sum(one.numel() for one in module.parameters())
-    bits = (level * count - 32 * (count - covered)) / covered
+    sizes = [one.numel() for one in module.parameters()]
+    count = sum(sizes)
+    bits = (level * count - 32 * (count - covered) - 8 * HEAD * len(sizes)) / covered
     if bits <= 0:
         raise NotMadeError(f"the dense rest of {count - covered:,} entries alone has more than {level:g} bits")
     iobs.prune(module, case.batches, iobs.Rate(min(bits, 12)), "one-shot", include="*")
@@ -254,7 +256,7 @@ def onnx(how: str, case: Case, folder: Path) -> Form:
         made.process()
         made.model.save_model_to_file(str(file))
         if not any("NBits" in node.op_type for node in made.model.graph().node):
-            raise NotMadeError("it has no layer that ONNX Runtime rounds to 4 bits: convolutions stay dense")
+            raise NotMadeError("ONNX Runtime has no such blocks for convolutions")
     return Form(size([file]), _onnx_session(file, names))
 
 
