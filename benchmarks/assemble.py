@@ -120,9 +120,7 @@ SECTIONS = (
             ("Llama 260K", "Equal bits: the Llama (perplexity / dense)"),
         ),
     ),
-    Section(
-        "bytes_on_disk", bytes_on_disk.tables, "quality at equal bytes of files, ours and of other libraries"
-    ),
+    Section("bytes_on_disk", bytes_on_disk.tables, "quality at equal bytes of files, ours and of other libraries"),
     Section("exports", exports.tables, "files for other runtimes, read by them: bytes, zeros, outputs"),
     Section(
         "running",
