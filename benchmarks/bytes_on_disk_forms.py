@@ -326,11 +326,14 @@ def openvino(how: str, case: Case, folder: Path) -> Form:
 
 # ---- EntroPack
 def entropack(bits: float, case: Case, folder: Path) -> Form:
-    """Each matrix on EntroPack's lattice at a rate, and the dense rest in float32."""
+    """Each matrix on EntroPack's lattice at a rate, and the rest in float32, small matrices too: their codes' heads
+    leave little of a rate."""
     (api,) = require("entropack")
     module, config = copy.deepcopy(case.module), api.EntroPackLossyConfig(target_bpp=bits)
     saved: dict[str, Any] = dict(module.named_parameters())
     for name, one in matrices(module).items():
+        if one.numel() < 2**14:
+            continue
         try:
             saved[name] = api.compress(one.detach().flatten(1), config)
         except Exception as error:
