@@ -382,7 +382,7 @@ def test_failed_run_leaves_the_model_as_it_was(monkeypatch, build, fails):
 
 
 def test_time_that_cannot_be_measured_is_a_note(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise ValueError("no such operator")
 
     monkeypatch.setattr(structured, "shares_of", fail)
@@ -535,7 +535,7 @@ def test_layers_without_biases_that_read_and_write_units_are_timed(monkeypatch):
 def test_dense_time_is_that_of_the_network_without_the_biases_of_the_run(monkeypatch):
     timed = []
 
-    def seconds(wide, narrow, batch, runtime):
+    def seconds(wide, narrow, batch, runtime, samples):
         timed.append([name for name, _ in wide.named_parameters()])
         return 2.0, 1.0
 
