@@ -51,7 +51,8 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
     mask = _words(tensor) != 0
     kept = int(mask.sum())
     most = min(tensor.nbytes, len(mask) // 8 + kept * tensor.element_size())
-    found = _coded(tensor) if kept and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
+    wide = kept and tensor.element_size() > 1  # torch cannot say the signs of floats of 8 bits
+    found = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
     if found is None or len(found[1]) > most:
         values = _words(tensor)[mask].numpy().tobytes()
         found = _MASK, np.packbits(mask.numpy(), bitorder="little").tobytes() + values

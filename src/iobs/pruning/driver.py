@@ -14,7 +14,7 @@ from torch import nn
 from iobs.core.files import expanded
 from iobs.core.patterns import Budget, Pattern, Rate, as_pattern
 from iobs.core.structured import Structured
-from iobs.errors import LayerSelectionError, ProblemError, is_a, shown
+from iobs.errors import LayerSelectionError, PatternError, ProblemError, is_a, shown
 from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.baselines.projection import require_global, require_memory
@@ -28,7 +28,7 @@ from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded
-from iobs.pruning.network.selection import Selection, may_be_found
+from iobs.pruning.network.selection import Selection, may_be_found, require_merged
 from iobs.pruning.network.usable import require_usable
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.plan.rates import rate_of, require_rates
@@ -157,7 +157,7 @@ def prune(
         with ProgressBar.shown(progress and current().first) as bar:
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
             if isinstance(parsed, Budget) and isinstance(request.pattern, Rate):
-                weights = sum(layer.weights for layer in selection.layers)
+                weights = sum(layer.weights for layer, own in request.patterns.items() if own is request.pattern)
                 every_callback.on_note(f"{parsed}: {request.pattern.bits:.3f} bits for each of {weights:,} weights.")
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
@@ -220,7 +220,9 @@ def _in_time(
 def _before_observation(
     store: Store, select: Callable[[], tuple[Selection, Request]]
 ) -> tuple[Selection, Request] | None:
-    """The selection among layers that classes show; None if names or rules may be of layers that an observation shows.
+    """The selection among layers that classes show; None if it may be another with layers that an observation shows.
+
+    Names and rules may be of such layers, and a budget of bytes may be enough once they are coded.
 
     Raises:
         PatternError, LayerSelectionError, ProblemError: as `prune`.
@@ -228,7 +230,7 @@ def _before_observation(
     found_by_use(store.model, ())  # of an earlier run
     try:
         return select()
-    except LayerSelectionError:
+    except (LayerSelectionError, PatternError):
         if not (store.whole and may_be_found(store.model)):
             raise
         return None
@@ -247,6 +249,7 @@ def selected_for(
         ModelError, LayerSelectionError, NonFiniteError: as in `network.selection.select`.
     """
     if isinstance(pattern, Budget) and include is None:
+        require_merged(store.model)
         include = "*"
     return store.select(include, ignore, depthwise, isinstance(pattern, (Rate, Budget)))
 
@@ -267,7 +270,7 @@ def requested(
     """
     require_numbers(holdout, seed)
     if isinstance(pattern, Budget):
-        pattern, selection = rate_of(pattern, model, selection)
+        pattern, selection = rate_of(pattern, model, selection, recipe.rules)
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)

@@ -8,11 +8,15 @@ from torch import nn
 import iobs
 from iobs.core.integers import least_bits
 from iobs.core.patterns import Rate, parse
-from iobs.errors import AuditError, PatternError, ProblemError
+from iobs.errors import AuditError, LayerSelectionError, PatternError, ProblemError
 from iobs.pruning.calibration.row_fisher import frequencies_of, row_fisher
+from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.network.layers import embedding_layers, find_layers
+from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.rates import divided
+from iobs.pruning.recipe import Allocation, as_recipe
 from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.store import Store
 
 BITS = 4.0
 
@@ -220,6 +224,54 @@ def test_budget_is_the_size_of_the_file(tmp_path):
     assert str(report.settings["pattern"]).startswith("rate:")
     with pytest.raises(PatternError, match="The least for this network is"):
         iobs.prune(model, data, iobs.Budget(bits_per_weight=80_00 / parameters), "one-shot")
+
+
+def asked(model, budget, **changes):
+    """The rates of layers under a budget, by name."""
+    recipe, store = as_recipe("one-shot").but(**changes), Store(model)
+    selection = selected_for(store, budget, None, None, recipe.depthwise)
+    return {
+        layer.name: own for layer, own in requested(model, recipe, budget, selection, 0, 0, None)[1].patterns.items()
+    }
+
+
+def test_budget_counts_what_rules_leave_and_what_the_file_holds():
+    model, budget = Reader(2048, False), iobs.Budget(megabytes=0.3)
+    usual = asked(model, budget)["head"].bits
+    dense = asked(model, budget, rules=[iobs.Rule("table", dense=True)])
+    lost = (16 - usual) * 2048 * 48 / (2048 * 48 + 2 * 48 * 96)
+    assert dense["head"].bits == pytest.approx(usual - lost)
+    own = asked(model, budget, rules=[iobs.Rule("table", pattern="rate:6")])
+    assert own["table"].bits == 6
+    assert own["head"].bits > dense["head"].bits
+    model.register_buffer("cache", torch.zeros(1000), persistent=False)
+    assert asked(model, budget)["head"].bits == usual
+    model.register_buffer("ids", torch.arange(1000))
+    header = 8 * 110
+    assert (usual - asked(model, budget)["head"].bits) * (2 * 2048 * 48 + 2 * 48 * 96) == pytest.approx(64_000 + header)
+
+
+def test_budget_needs_a_matrix_that_can_be_coded():
+    with pytest.raises(PatternError, match="has no matrix to divide bits among"):
+        asked(nn.Sequential(nn.Linear(8, 8)), iobs.Budget(megabytes=1))
+    with pytest.raises(LayerSelectionError, match="0 weight matrices of supported layers"):
+        asked(nn.Sequential(nn.LayerNorm(8)), iobs.Budget(megabytes=1))
+    assert under_pattern(Allocation("fisher"), iobs.Budget(3.0)).criterion == "fisher"
+
+
+def test_budget_waits_for_matrices_that_an_observation_shows():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.matrix = nn.Parameter(torch.randn(96, 96) / 10)
+            self.last = nn.Linear(96, 64)
+
+        def forward(self, inputs):
+            return self.last(torch.relu(inputs @ self.matrix))
+
+    report = iobs.prune(Product(), [torch.randn(64, 96)], iobs.Budget(6.0), "one-shot")
+    assert {row.name for row in report.audit} == {"matrix", "last"}
 
 
 @pytest.mark.parametrize("wrong", [{}, {"megabytes": 0}, {"megabytes": 1, "bits_per_weight": 3}, {"megabytes": "60"}])

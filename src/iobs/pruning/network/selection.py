@@ -125,7 +125,7 @@ def select(
     """
     require_usable(model, in_memory=check_finite)
     if include is None:
-        _require_merged(model)
+        require_merged(model)
     candidates = find_layers(model)
     if embeddings:
         candidates += embedding_layers(model, candidates)
@@ -179,8 +179,12 @@ def _nothing_left(model: nn.Module, layers: list[Layer], skipped: dict[str, Reas
     )
 
 
-def _require_merged(model: nn.Module) -> None:
-    """Raise if a matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both."""
+def require_merged(model: nn.Module) -> None:
+    """Raise if a matrix is the sum of a base matrix and an adapter: merging would undo the zeros of both.
+
+    Raises:
+        ModelError: one is.
+    """
     for path, module in adapters_of(model):
         if not module.merged and not module.disable_adapters:
             raise ModelError(
@@ -216,7 +220,7 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
         option: name of the argument that holds the patterns, for the message.
 
     Raises:
-        LayerSelectionError: a pattern is not a regular expression, or matches no layer.
+        LayerSelectionError: a pattern is not a regular expression, or matches none of some layers.
     """
     chosen: set[str] = set()
     listed_patterns = [patterns] if isinstance(patterns, str) else [] if patterns is None else patterns
@@ -228,7 +232,7 @@ def matching(layers: Sequence[Layer], patterns: str | Sequence[str] | None, opti
             matched = {layer.name for layer in layers if re.fullmatch(expression, layer.name)}
         except re.error as error:
             raise LayerSelectionError(f"{option}={pattern!r} is not a regular expression: {error}.") from None
-        if not matched:
+        if not matched and layers:
             names = ", ".join(layer.name for layer in layers[:5])
             raise LayerSelectionError(
                 f"{option}={pattern!r} matches none of the model's {len(layers)} layers (the first are {names}). "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from iobs.core.grids import entries_of
-from iobs.core.patterns import Grid, Pattern, Rate, Unstructured, keep_count
+from iobs.core.patterns import Budget, Grid, Pattern, Rate, Unstructured, keep_count
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
@@ -78,7 +78,7 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
         PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
         ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
     """
-    if isinstance(pattern, Rate) and allocation in (Allocation("fisher"), Allocation("auto")):
+    if isinstance(pattern, (Rate, Budget)) and allocation in (Allocation("fisher"), Allocation("auto")):
         return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None
     if fixed and allocation.criterion not in ("auto", "uniform"):

@@ -7,20 +7,22 @@ the spreads of its columns in its own metric.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.coverage import Reason
+from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
-from iobs.pruning.recipe import LayerSettings
+from iobs.pruning.recipe import LayerSettings, Rule
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.successive_rounding import bits_at, level_at
@@ -62,36 +64,61 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
 
 
-def rate_of(budget: Budget, model: nn.Module, selection: Selection) -> tuple[Rate, Selection]:
-    """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices that are coded.
+def rate_of(
+    budget: Budget, model: nn.Module, selection: Selection, rules: Sequence[Rule] = ()
+) -> tuple[Rate, Selection]:
+    """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices to prune.
 
-    What stays dense has 16 bits. Matrices whose steps and tables would take more than `_MOST_SIDE` bits a weight are
-    left dense.
+    What stays dense has 16 bits an entry, and so have matrices to which a rule gives only zeros. Matrices whose steps
+    and tables would take more than `_MOST_SIDE` bits a weight are left dense.
 
     Args:
         budget: of the file.
         model: whose weights may be on the meta device.
         selection: matrices that may be coded.
+        rules: of the recipe; they leave matrices dense, or give them a pattern of their own.
 
     Raises:
-        PatternError: the budget is less than the rest, the steps and the tables need; says what is the least.
+        PatternError: the budget is less than the rest, the steps and the tables need; says what is the least. Or no
+            matrix is large enough to be coded.
+        LayerSelectionError: as `patterns_of`.
     """
-    small = {layer for layer in selection.layers if least_bits(layer.shape) > _MOST_SIDE}
-    coded = tuple(layer for layer in selection.layers if layer not in small)
-    stored = {id(tensor): tensor for _, tensor in (*model.named_parameters(), *model.named_buffers())}
-    parameters = sum(tensor.numel() for tensor in model.parameters())
+    selection, patterns = patterns_of(selection, budget, rules)
+    own = {layer: pattern for layer, pattern in patterns.items() if pattern is not budget}
+    small = {layer for layer in patterns if layer not in own and least_bits(layer.shape) > _MOST_SIDE}
+    coded = [layer for layer in patterns if layer not in own and layer not in small]
+    if not coded:
+        raise PatternError(
+            f"{budget} has no matrix to divide bits among: rules have the others, or their steps and tables would take "
+            "as many bits as their weights."
+        )
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
     weights = sum(layer.weights for layer in coded)
-    rest = 16 * (sum(tensor.numel() for tensor in stored.values()) - weights) + 8 * _ENTRY_BYTES * len(stored)
+    rest = sum(tensor.numel() * _bits_of_entry(tensor) + 8 * _ENTRY_BYTES for tensor in tensors.values()) - 16 * weights
+    rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
-    bits = budget.bits(parameters)
-    if not coded or bits < least:
+    bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
+    if bits < least:
         raise PatternError(
             f"{budget} is {bits / 8e6:.4g} MB. The least for this network is {least / 8e6:.4g} MB: {rest / 8e6:.4g} MB "
-            "of the rest that stays dense, in bfloat16, and the steps and tables of the coded matrices."
+            "of the rest, which is dense in bfloat16 or has rules, and the steps and tables of the coded matrices."
         )
     reason = Reason("asked", "its steps and tables would take as many bits as its weights")
     skipped = {**selection.skipped, **{layer.name: reason for layer in small}}
-    return Rate(min((bits - rest) / weights, _MOST)), Selection(coded, skipped)
+    left = tuple(layer for layer in selection.layers if layer not in small)
+    return Rate(min((bits - rest) / weights, _MOST)), Selection(left, skipped)
+
+
+def _bits_of(pattern: Pattern, layer: Layer) -> float:
+    """Bits of a matrix under a pattern, at most."""
+    if isinstance(pattern, Rate):
+        return pattern.bits * layer.weights
+    return stored_bits(pattern, layer.shape) or 16 * layer.weights
+
+
+def _bits_of_entry(tensor: Tensor) -> int:
+    """Bits of an entry of a tensor in a file whose floating numbers are rounded to bfloat16."""
+    return 8 * min(tensor.element_size(), 2 if tensor.is_floating_point() else 16)
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:
