@@ -19,7 +19,7 @@ from iobs.core.grids import stored_bits
 from iobs.core.integers import Integers
 from iobs.errors import ModelError, NonFiniteError, OutputError, ProblemError
 from iobs.models.packed import packed_share
-from iobs.models.packed_files import unpack, unpacked_bytes
+from iobs.models.packed_files import PackedFile, pack, unpack, unpacked_bytes
 
 
 def same_bits(a, b):
@@ -49,6 +49,17 @@ def test_packed_file_restores_every_tensor_bit_for_bit(dtype, tmp_path):
     for name, tensor in dense.items():
         assert again[name].dtype == tensor.dtype
         assert same_bits(again[name], tensor), name
+
+
+def test_floats_of_8_bits_and_the_smallest_numbers_come_back(tmp_path):
+    """torch cannot say the signs of floats of 8 bits; steps of integers below those of bfloat16 are no steps."""
+    whole = (torch.arange(4096) % 15 - 7.0).reshape(64, 64)
+    dense = {f"{power}": torch.ldexp(whole, torch.tensor(power)) for power in (-149, -126)}
+    dense |= {f"{dtype}": (whole > 5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    save_file(dense, tmp_path / "model.safetensors")
+    pack(tmp_path / "model.safetensors", tmp_path / "packed.safetensors")
+    again = dict(PackedFile(tmp_path / "packed.safetensors").read())
+    assert all(again[name].dtype == dense[name].dtype and same_bits(again[name], dense[name]) for name in dense)
 
 
 def test_packed_half_sparse_bfloat16_is_at_most_57_percent(tmp_path):

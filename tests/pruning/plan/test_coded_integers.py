@@ -194,6 +194,18 @@ def test_metric_of_a_table_is_the_second_order_damage():
     assert foretold == pytest.approx(divergence, rel=0.3)
 
 
+def test_tokens_of_all_calls_of_a_table_are_counted():
+    class Twice(Reader):
+        def forward(self, input_ids, others):
+            return self.head(self.table(input_ids) + self.table(others))
+
+    model, zeros = Twice(64, False).eval(), torch.zeros(4, 8, dtype=torch.long)
+    (layer,) = embedding_layers(model, find_layers(model))
+    data = [{"input_ids": zeros, "others": zeros + 5}]
+    prices = row_fisher(model, [layer], [], Samples.of(data), seed=0, tables=[layer]).lookups[layer].prices
+    assert prices[0] == prices[5] == prices.max()
+
+
 def test_frequencies_leave_a_part_for_tokens_that_were_never_seen():
     found = frequencies_of(torch.tensor([10.0, 5, 2, 1, 1, 0, 0, 0], dtype=torch.float64))
     assert float(found.sum()) == pytest.approx(1.0)

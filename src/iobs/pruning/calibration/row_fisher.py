@@ -17,7 +17,7 @@ for all rows, sum(f) H + F, and a price for each (`Lookup`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +28,7 @@ from iobs.errors import ProblemError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped
-from iobs.pruning.calibration.replay import BEFORE, StopForward, Stream
+from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import Residency
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
@@ -204,20 +204,16 @@ class _Squares:
         """Count how often the embeddings look up each of their rows, without padding.
 
         Args:
-            chain: blocks of the model, of which none is run; without them the model is run up to its embeddings.
+            chain: blocks of the model, of which none is run; without them the whole model is run, since it may look
+                up a table several times, as that of an encoder and a decoder.
             data: batches.
         """
-        uncalled: set[str] = set()
 
         def count(batch: Batch, path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
             self.lookups[self.embeddings[path]].count(_first(args, kwargs), attended(self.model, batch))
-            uncalled.discard(path)
-            if not uncalled and not chain:
-                raise StopForward
 
         for index, batch in enumerate(data):
-            uncalled.update(self.embeddings)
-            with suppress(StopForward), after_calls(self.model, self.embeddings, partial(count, batch)):
+            with after_calls(self.model, self.embeddings, partial(count, batch)):
                 if chain:
                     Stream(self.model, data, chain).run(BEFORE, index)
                 else:
