@@ -80,7 +80,8 @@ def test_scores_of_kept_tokens_are_equal_bit_for_bit(embedded):
 
 def test_share_of_the_corpus_that_is_split(embedded):
     texts = ["the the the lambda"] * 20
-    removal = VocabularyRemoval(embedded, texts, 0.9, heldout=[])
+    removal = VocabularyRemoval(embedded, texts, 0.9, heldout=[""])  # without a token to score
+    assert removal.heldout == []
     assert removal.split == 0
     assert len(removal.rows) == round(0.9 * 2048)
     text = " ".join(sorted(embedded.tokenizer.get_vocab()))

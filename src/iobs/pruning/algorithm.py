@@ -21,7 +21,7 @@ from itertools import count
 
 from torch import Tensor
 
-from iobs.core.patterns import Pattern
+from iobs.core.patterns import Pattern, Rate
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines.projection import audit_network, project_network
 from iobs.pruning.calibration.embeddings import embedded, similarity
@@ -471,6 +471,8 @@ def _note_lost_zeros(workspace: Workspace) -> None:
         pattern, advice = workspace.request.pattern, "keep_zeros=True keeps them."
         if workspace.request.sites.sites:
             advice = "Remove units first, and prune entries afterwards."
+        elif isinstance(pattern, Rate):
+            advice = "A rate keeps no zeros of an earlier run."
         elif is_rounded([pattern]):
             advice = "Ask for the zeros and the grid in one run."
         workspace.callbacks.on_note(f"{lost:,} of the {zeros:,} zeros that the matrices had hold values now. {advice}")

@@ -122,7 +122,8 @@ class VocabularyRemoval:
         self._ids = self._plain.get_vocab(with_added_tokens=True)
         count = _kept_count(keep, len(self._ids))
         pieces = _pieces(_texts(corpus, model.require_tokenizer()))
-        self.heldout = [] if heldout is None else [*_texts(heldout, model.require_tokenizer())]
+        given = () if heldout is None else heldout
+        self.heldout = [text for text in _texts(given, model.require_tokenizer()) if text]
         counts = self._counted(pieces, divided=heldout is None)
         kept = self._chosen(counts, count)
         self.rows = torch.tensor(sorted(self._ids[token] for token in kept))

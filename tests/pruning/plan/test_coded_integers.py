@@ -88,6 +88,14 @@ def test_convolutions_and_weights_of_16_bits(tmp_path):
     iobs.audit(model, iobs.Rate(BITS))
 
 
+def test_zeros_of_an_earlier_run_are_said_to_be_lost():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96))
+    iobs.prune(model, batches(), 0.5, "one-shot", solver="magnitude")
+    notes = iobs.prune(model, batches(), iobs.Rate(6.0), "one-shot").notes
+    assert any(note.endswith("hold values now. A rate keeps no zeros of an earlier run.") for note in notes)
+
+
 def test_rates_as_text_and_in_rules():
     assert parse("rate:2.5") == Rate(2.5)
     assert parse(str(Rate(2.5))) == Rate(2.5)
