@@ -94,7 +94,9 @@ def rate_of(
         )
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
     weights = sum(layer.weights for layer in coded)
-    rest = sum(tensor.numel() * _bits_of_entry(tensor) + 8 * _ENTRY_BYTES for tensor in tensors.values()) - 16 * weights
+    rest: float = (
+        sum(tensor.numel() * _bits_of_entry(tensor) + 8 * _ENTRY_BYTES for tensor in tensors.values()) - 16 * weights
+    )
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
