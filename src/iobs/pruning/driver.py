@@ -23,7 +23,7 @@ from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.within import as_seconds, form_of, require_forms
 from iobs.pruning.keep_sparse import live_on
-from iobs.pruning.layerwise.grids import require_exact, require_solvable
+from iobs.pruning.layerwise.grids import require_coded, require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use, overlapping
@@ -274,6 +274,7 @@ def requested(
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
+    require_coded(model, patterns)
     require_solvable(recipe.for_layers(patterns), patterns)
     allocation = under_pattern(recipe.division, pattern)
     require_rates(patterns, None if recipe.division.criterion == "uniform" else pattern)

@@ -271,6 +271,19 @@ def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     assert (usual - asked(model, budget)["head"].bits) * (2 * 2048 * 48 + 2 * 48 * 96) == pytest.approx(64_000 + header)
 
 
+def test_rules_give_tables_a_rate_of_their_own_and_nothing_else():
+    data = [{"input_ids": ids} for ids in rare_and_frequent()[:2]]
+    rules = [iobs.Rule("head", pattern="rate:6")]
+    report = iobs.prune(Reader(256, True), data, 0.5, "one-shot", include="*", rules=rules)
+    assert [row.name for row in report.audit if row.bits] == ["head"]
+    rules = [iobs.Rule("table", pattern="rate:6")]
+    report = iobs.prune(Reader(256, False), data, iobs.Rate(5.0), "one-shot", include="*", rules=rules)
+    (table,) = (row for row in report.audit if row.name == "table")
+    assert 5.5 < table.bits / table.weights <= 6.1
+    with pytest.raises(PatternError, match="'table' is the table of an embedding"):
+        asked(Reader(256, False), iobs.Budget(8.0), rules=[iobs.Rule("table", pattern=0.5)])
+
+
 def test_budget_needs_a_matrix_that_can_be_coded():
     with pytest.raises(PatternError, match="has no matrix to divide bits among"):
         asked(nn.Sequential(nn.Linear(8, 8)), iobs.Budget(megabytes=1))

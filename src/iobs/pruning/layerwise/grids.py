@@ -12,7 +12,7 @@ from iobs.core.grids import codes_and_scales, grid_of, over_columns, snapped
 from iobs.core.integers import Integers
 from iobs.core.patterns import Grid, Pattern, Rate
 from iobs.core.quadratic import Solution
-from iobs.errors import ProblemError
+from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings
 from iobs.solvers import Solver
@@ -63,6 +63,20 @@ def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[
             raise ProblemError(
                 f"{names}: cannot keep weights on a grid yet. Leave it out, or prune without a grid; the recipes "
                 '"one-shot", "fast" and "best" keep grids.'
+            )
+
+
+def require_coded(model: nn.Module, patterns: Mapping[Layer, Pattern]) -> None:
+    """Raise unless every table of an embedding has a rate: other patterns need the inputs of a matrix product.
+
+    Raises:
+        PatternError: one has another pattern; names it.
+    """
+    for layer, pattern in patterns.items():
+        if not isinstance(pattern, Rate) and isinstance(model.get_submodule(layer.path), nn.Embedding):
+            raise PatternError(
+                f"{layer.name!r} is the table of an embedding, which takes a rate such as rate:3.0, not {pattern}. "
+                f'Leave it dense by iobs.Rule("{layer.name}", dense=True).'
             )
 
 

@@ -104,7 +104,7 @@ def dense_sweep(workspace: Workspace, layers: tuple[Layer, ...], fit: Samples, h
         ranks=current(),
         residency=workspace.store,
         changes=False,
-        tables=workspace.table_metrics,
+        tables={layer: metric for layer, metric in workspace.table_metrics.items() if layer in layers},
     )
 
 
