@@ -27,7 +27,6 @@ from torch import Tensor, nn
 import iobs
 
 Forward = Callable[..., Tensor]
-HEAD = 130  # bytes of a file that name a tensor, about
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,9 @@ def dense(case: Case, folder: Path) -> Form:
 
 
 def rated(level: float, case: Case, folder: Path) -> Form:
-    """All matrices and tables by `iobs.Rate`, so that the whole file has some bits a parameter."""
+    """The whole file within some bits a parameter, by `iobs.Budget`."""
     module = copy.deepcopy(case.module)
-    covered = sum(one.numel() for one in matrices(module).values())
-    sizes = [one.numel() for one in module.parameters()]
-    count = sum(sizes)
-    bits = (level * count - 32 * (count - covered) - 8 * HEAD * len(sizes)) / covered
-    if bits <= 0:
-        raise NotMadeError(f"the dense rest of {count - covered:,} entries alone has more than {level:g} bits")
-    iobs.prune(module, case.batches, iobs.Rate(min(bits, 12)), "one-shot", include="*")
+    iobs.prune(module, case.batches, iobs.Budget(bits_per_weight=level), "one-shot")
     return packed(case, module, folder)
 
 
@@ -105,8 +98,8 @@ def gridded(bits: int, case: Case, folder: Path) -> Form:
 
 def packed(case: Case, module: nn.Module, folder: Path) -> Form:
     """What `iobs.save_packed` writes, read by `iobs.load_packed`."""
-    place = iobs.save_packed(module, folder / "packed")
-    return Form(size(place.glob("*.packed")), iobs.load_packed(place, into=copy.deepcopy(case.module)).eval())
+    place = iobs.save_packed(module, folder / "packed", dtype=torch.bfloat16)
+    return Form(size(place.glob("*.safetensors")), iobs.load_packed(place, into=copy.deepcopy(case.module)).eval())
 
 
 def matrices(module: nn.Module) -> dict[str, nn.Parameter]:
