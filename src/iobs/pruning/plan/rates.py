@@ -32,7 +32,7 @@ _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
 _MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take under a budget
-_ENTRY_BYTES = 110  # of the header of a file for each tensor
+_ENTRY_BYTES = 100  # of the header of a file for each tensor, besides its name
 
 
 @torch.no_grad()
@@ -92,11 +92,11 @@ def rate_of(
             f"{budget} has no matrix to divide bits among: rules have the others, or their steps and tables would take "
             "as many bits as their weights."
         )
-    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
+    state = model.state_dict(keep_vars=True).items()
+    stored = {id(tensor): (name, tensor) for name, tensor in state if isinstance(tensor, Tensor)}
     weights = sum(layer.weights for layer in coded)
-    rest: float = (
-        sum(tensor.numel() * _bits_of_entry(tensor) + 8 * _ENTRY_BYTES for tensor in tensors.values()) - 16 * weights
-    )
+    rest = 8.0 * sum(_ENTRY_BYTES + len(name) for name, _ in stored.values()) - 16 * weights
+    rest += sum(tensor.numel() * _bits_of_entry(tensor) for _, tensor in stored.values())
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
