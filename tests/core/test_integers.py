@@ -61,3 +61,12 @@ def test_a_column_of_one_entry_keeps_a_short_step():
 
 def test_float8_has_no_integers():
     assert Integers.of(torch.zeros(4, 4, dtype=torch.float8_e4m3fn)) is None
+
+
+@pytest.mark.parametrize(("seed", "spread"), [(0, 200.0), (2, 20.0)])
+def test_small_matrices_are_read_back_in_as_few_bits(seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(64, 64, generator=generator) * spread).round().int()
+    steps, factors = (short(torch.rand(64, generator=generator) + 0.5, bits) for bits in (8, 3))
+    written = Integers(codes, steps, factors)
+    assert Integers.of(written.weight(torch.float32)).bits() <= 1.001 * written.bits()

@@ -257,7 +257,9 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     rows, first = told[:, 0], known[:, 0]
     columns = most_frequent(told - rows[:, None], known & first[:, None], 0)
     rows = most_frequent(told - columns, known & (columns < absent // 2), 1)
-    columns = most_frequent(told - rows[:, None], known, 0)
+    # Half of the entries of a column are at its exponent, and below it only those of wrong rows.
+    sorted_by_column = torch.where(known, told - rows[:, None], absent).sort(0).values
+    columns = sorted_by_column.gather(0, (known.sum(0) // 8)[None])[0]
     rich = known.sum(0) >= _RICH
     rows = torch.where(known & rich, told - columns, absent).amin(1) if bool(rich.any()) else rows
     rows = torch.where(rows > absent // 2, 0, rows)
