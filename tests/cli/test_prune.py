@@ -242,3 +242,16 @@ def test_a_size_is_that_of_the_written_weights(run, tmp_path):
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert size <= 1.005 * 2.87e6
     assert iobs.load(out).module is not None
+
+
+def test_a_network_of_code_in_a_size_is_read_by_iobs_alone(run, tmp_path):
+    file, out = tmp_path / "net.py", tmp_path / "out"
+    file.write_text(
+        "import torch\n\ndef net():\n    return torch.nn.Linear(64, 256)\n"
+        "\ndef batches():\n    return [torch.randn(64, 64)]\n",
+        encoding="utf8",
+    )
+    data = ("--data", f"{file}:batches", "--recipe", "one-shot")
+    shown = run("prune", f"{file}:net", "-o", out, "--megabytes", "0.014", *data).output
+    assert "packed: iobs.load and iobs bench read them" in " ".join(shown.split())
+    assert iobs.load(out).module.weight.shape == (256, 64)

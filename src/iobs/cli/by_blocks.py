@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -296,7 +297,8 @@ def prune_low_memory(
         out.print(line)
     out.print(f"Written: {output} ({report.sparsity:.2%} zeros)")
     if isinstance(options.pattern, Budget):
-        out.print(f"These files are dense. Their size is that asked for after: iobs pack {output} --dtype bfloat16")
+        folder = shlex.quote(str(output))
+        out.print(f"These files are dense. Their size is that asked for after: iobs pack {folder} --dtype bfloat16")
 
 
 def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithmetic: torch.dtype | None) -> None:

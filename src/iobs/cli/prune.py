@@ -506,7 +506,9 @@ def _show(report: Report, output: Path, model: str, as_json: bool, packed: bool)
     )
     if packed:
         size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-        out.print(f"Its weights are {size / 1e6:.2f} MB, packed: transformers, iobs run and iobs bench read them.")
+        own = not (output / "config.json").is_file()  # code of the user builds the network
+        readers = "iobs.load and iobs bench" if own else "transformers, iobs run and iobs bench"
+        out.print(f"Its weights are {size / 1e6:.2f} MB, packed: {readers} read them.")
     elif str(report.settings.get("pattern", "")).startswith("rate:"):
         folder = shlex.quote(str(output))
         out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
