@@ -39,6 +39,7 @@ import structured_families
 import structured_layers
 import structured_networks
 import structured_speed
+from picture import IMAGES
 from rows import RESULTS, Row, read
 
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
@@ -228,7 +229,8 @@ def older(name: str) -> str:
 
 def main() -> None:
     layer_report.plot(read("layer_race"), RESULTS / "layer_race.png")
-    bytes_on_disk.plot(read("bytes_on_disk"), RESULTS / "bytes_on_disk.png")
+    for folder in (RESULTS, IMAGES):
+        bytes_on_disk.plot(read("bytes_on_disk"), folder / "bytes_on_disk.png")
     for file, text in pages().items():
         file.write_text(text, encoding="utf8")
 
