@@ -242,7 +242,7 @@ class Budget:
 
     `iobs.prune` makes it a `Rate` of all weight matrices, embeddings and heads among them, or of those that `include`
     names; what stays dense is stored in bfloat16 and counts too. One number divides the bits among matrices and rows,
-    by what their errors cost the network's loss. `iobs.save_packed` writes the file.
+    by what their errors cost the network's loss. `iobs.save_packed(..., dtype=torch.bfloat16)` writes the file.
 
     Args:
         bits_per_weight: bits of the file, divided by the number of parameters.
