@@ -130,7 +130,7 @@ def test_wrong_setting_raises_before_any_work(run, tmp_path, no_work, setting, m
         ("run: {pattern: [3]}", "is no pattern"),
         ("run: {pattern: {wish: 3}}", "wish"),
         ("run: {pattern: 1.5}", r"[0, 1)"),
-        (None, "cannot be read (No such file or directory)"),
+        (None, "There is no recipe"),
     ],
 )
 def test_wrong_recipe_file_raises_before_any_work(run, tmp_path, no_work, text, message):

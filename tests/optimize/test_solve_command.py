@@ -219,6 +219,7 @@ def test_solve_does_not_depend_on_column_units(ridge, rng, tmp_path):
 def test_solve_raises_early_if_output_is_not_writable(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tables, "read_table", lambda *_: pytest.fail("the table was read"))
+    (tmp_path / "t.csv").touch()
     with pytest.raises(OutputError, match=r"Cannot (write|draw)"):
         run("solve", "t.csv", *arguments)
 

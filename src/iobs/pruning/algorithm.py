@@ -288,11 +288,12 @@ def prepare(workspace: Workspace, census: Census) -> ComparisonLoss:
 
 
 def score_of_dense(workspace: Workspace) -> tuple[Scores, Tensor | None]:
-    """Scores and embeddings of the dense model, before the first projection; neither without losses of the model."""
+    """Scores of the dense model before the first projection, or its embeddings; neither without losses of the model."""
     if workspace.scoring is None:
         return {}, None
     with workspace.store.as_dense():
-        return score_of(workspace), embedded(workspace.store.model, _scored(workspace)[0])
+        scores = score_of(workspace)
+        return scores, None if scores else embedded(workspace.store.model, _scored(workspace)[0])
 
 
 def forecaster(workspace: Workspace) -> Callable[[], object]:

@@ -386,10 +386,12 @@ class Report:
             dense, pruned = (f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ranges)
             return f"{int(labels):,} labels, 95 % intervals {dense} and {pruned}"
         if metric == "perplexity" and tokens and part:
-            text = self.settings.get("calibration", "the calibration data")
+            text = str(self.settings.get("calibration", "the calibration data")).rpartition("/")[
+                2
+            ]  # of a path, the file
             return f"{int(tokens):,} {'held-out ' if part == 'held-out' else ''}tokens of {text}"
         if metric == "perplexity" and tokens and "evaluation" in self.settings:
-            return f"{int(tokens):,} tokens of {self.settings['evaluation']}"
+            return f"{int(tokens):,} tokens of {without_folders(str(self.settings['evaluation']))}"
         return ""
 
     def _loss(self) -> str:

@@ -246,5 +246,5 @@ def test_every_name_of_a_recipe_is_in_the_table_that_defines_it():
     assert {*get_args(LossName)} == LOSSES.keys()
     assert {*get_args(TargetName)} == TARGETS.keys()
     assert {*get_args(Optimizer)} - {"auto"} <= OPTIMIZERS.keys()
-    assert {*get_args(Units)} - {"auto", "stream"} == PARTS.keys()
+    assert {*get_args(Units)} - {"auto", "stream", "vocabulary"} == PARTS.keys()
     assert Changes.__annotations__.keys() == {field.name for field in fields(iobs.Recipe)}
