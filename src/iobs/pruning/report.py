@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.core.files import expanded, replaced
+from iobs.core.formats import without_folders
 from iobs.core.wording import pandas_module, plural
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
