@@ -26,6 +26,7 @@ import torch
 from bytes_on_disk_forms import GGUF, Case, Form, Forward, NotMadeError, forms
 from language_models import MODEL, texts
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from networks import drawn
 from rows import Row, Rows, parser, require_data, stamp
 from scipy.stats import spearmanr
@@ -267,12 +268,16 @@ def plot(rows: list[Row], file: Path) -> None:
         score = next(name for name in DRAWN if any(name in row for row in own))
         for family, (label, colour, marker) in FAMILIES.items():
             points = sorted((row["bytes"] / 1e6, row[score]) for row in own if row["form"].split()[0] == family)
-            line = "-" if family == "iobs" else ""
-            panel.plot(*zip(*points, strict=True), line, color=colour, marker=marker, label=label) if points else None
+            line = "-" if family == "iobs" else "none"  # forms of a peer are no series
+            if points:
+                panel.plot(*zip(*points, strict=True), linestyle=line, color=colour, marker=marker, label=label)
         if score != "error":
             panel.axhline(*(row[score] for row in own if row["form"].startswith("dense")), color="gray", linestyle=":")
         panel.set(title=NETWORKS[network], xlabel="megabytes on disk", ylabel=SCORES[score][0], xscale="log")
         panel.set_yscale("log" if DRAWN[score] else "linear")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#dddddd", linewidth=0.6, which="both")
         panel.legend(fontsize=8, frameon=False)
     figure.savefig(file, dpi=100, metadata={"Software": None})
