@@ -65,8 +65,7 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
 
 def is_packed_tensor(tensor: Tensor) -> bool:
     """True if a tensor of a file holds the bytes of a packed one."""
-    head = tensor[: len(MARK)] if tensor.dtype is torch.uint8 and tensor.ndim == 1 else tensor[:0]
-    return bytes(head.tolist()) == MARK
+    return tensor.dtype is torch.uint8 and tensor.ndim == 1 and bytes(tensor[: len(MARK)].tolist()) == MARK
 
 
 def has_codes(data: bytes) -> bool:

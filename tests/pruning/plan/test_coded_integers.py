@@ -237,9 +237,9 @@ def test_budget_is_the_size_of_the_file(tmp_path):
     data = [{"input_ids": ids} for ids in rare_and_frequent(2048)]
     parameters = sum(value.numel() for value in model.parameters())
     report = iobs.prune(model, data, iobs.Budget(megabytes=0.08), "one-shot")
-    iobs.save_packed(model, tmp_path / "packed")
+    iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
     size = sum(path.stat().st_size for path in (tmp_path / "packed").glob("model*"))
-    assert 0.98 * 80_000 <= size <= 1.03 * 80_000  # heads of small matrices
+    assert 0.98 * 80_000 <= size <= 1.005 * 80_000
     assert any(note.startswith("0.08MB: ") for note in report.notes)
     assert str(report.settings["pattern"]).startswith("rate:")
     with pytest.raises(PatternError, match="The least for this network is"):
@@ -260,7 +260,7 @@ def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     usual = asked(model, budget)["head"].bits
     dense = asked(model, budget, rules=[iobs.Rule("table", dense=True)])
     lost = (16 - usual) * 2048 * 48 / (2048 * 48 + 2 * 48 * 96)
-    assert dense["head"].bits == pytest.approx(usual - lost)
+    assert dense["head"].bits == pytest.approx(usual - lost, abs=0.01)  # the head of a dense table is longer
     own = asked(model, budget, rules=[iobs.Rule("table", pattern="rate:6")])
     assert own["table"].bits == 6
     assert own["head"].bits > dense["head"].bits

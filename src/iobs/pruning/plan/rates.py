@@ -32,7 +32,8 @@ _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
 _MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take under a budget
-_ENTRY_BYTES = 100  # of the header of a file for each tensor, besides its name
+# Of the header of a file for each tensor, besides its name; a dense one has its name, its sum and its dtype there, too.
+_CODED_BYTES, _DENSE_BYTES = 75, 112
 
 
 @torch.no_grad()
@@ -95,7 +96,12 @@ def rate_of(
     state = model.state_dict(keep_vars=True).items()
     stored = {id(tensor): (name, tensor) for name, tensor in state if isinstance(tensor, Tensor)}
     weights = sum(layer.weights for layer in coded)
-    rest = 8.0 * sum(_ENTRY_BYTES + len(name) for name, _ in stored.values()) - 16 * weights
+    codes = {id(layer.stored(model)) for layer in (*coded, *own)}
+    heads = sum(
+        _CODED_BYTES + len(name) if place in codes else _DENSE_BYTES + 3 * len(name)
+        for place, (name, _) in stored.items()
+    )
+    rest = 8.0 * heads - 16 * weights
     rest += sum(tensor.numel() * _bits_of_entry(tensor) for _, tensor in stored.values())
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
