@@ -12,6 +12,7 @@ from iobs.models.skeleton import skeleton
 
 MADE = """
 import ctypes, sys
+from pathlib import Path
 import torch, transformers
 from iobs.models.skeleton import skeleton
 
@@ -29,7 +30,7 @@ freed = torch.empty(30 << 20, dtype=torch.uint8)
 del freed  # from now on glibc puts tensors of up to 30 MB into the heap
 assert transformers.LlamaForCausalLM  # its code is imported before the heap is measured
 before = library.mallinfo2().arena
-module = skeleton(sys.argv[1])
+module = skeleton(Path(sys.argv[1]))
 assert all(one.is_meta for one in module.parameters())
 print(library.mallinfo2().arena - before, sum(2 * one.numel() for one in module.parameters()))
 """
