@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -285,10 +286,10 @@ class Workspace:
             self.checkpoint.put(_FISHER, self._fisher.tensors(), {})
         return self._fisher
 
-    @property
+    @cached_property
     def tables(self) -> tuple[Layer, ...]:
-        """The layers that are coded as tables of embeddings."""
-        found = {*embeddings_of(self.store.model, self.selection.layers).values()}
+        """The layers that are coded as tables of embeddings, in the order of the model's modules."""
+        found = dict.fromkeys(embeddings_of(self.store.model, self.selection.layers).values())
         return tuple(layer for layer in found if isinstance(self.request.patterns[layer], Rate))
 
     @property

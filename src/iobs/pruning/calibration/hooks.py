@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from iobs.pruning.calibration.products import outside_vmap
 from iobs.pruning.calibration.recurrent import matrix_inputs
 from iobs.pruning.calibration.uses import Note, captured_products
-from iobs.pruning.network.calls import Args, Function, Kwargs, Observer, factors
+from iobs.pruning.network.calls import Args, Function, Kwargs, Observer, factors, first_argument
 from iobs.pruning.network.layers import CONVOLUTIONS, RECURRENT, Layer, projections
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
@@ -147,7 +147,7 @@ class _WeightUses:
     def begin_call(self, layer: Layer, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note the input of a layer that is called as a module."""
         self.running.add(layer.name)
-        self.note(layer, module, outside_vmap(args[0] if args else next(iter(kwargs.values()))))
+        self.note(layer, module, outside_vmap(first_argument(args, kwargs)))
 
     def end_call(self, layer: Layer, module: nn.Module, args: Args, output: object) -> None:
         """Watch for other uses of the layer's weight again."""

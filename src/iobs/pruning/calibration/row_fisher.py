@@ -30,7 +30,7 @@ from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.residency import Residency
-from iobs.pruning.network.calls import Args, Kwargs, after_calls
+from iobs.pruning.network.calls import Args, Kwargs, after_calls, first_argument
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
@@ -210,14 +210,12 @@ class _Squares:
         """
 
         def count(batch: Batch, path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
-            self.lookups[self.embeddings[path]].count(_first(args, kwargs), attended(self.model, batch))
+            self.lookups[self.embeddings[path]].count(first_argument(args, kwargs), attended(self.model, batch))
 
+        stream = Stream(self.model, data, chain)
         for index, batch in enumerate(data):
             with after_calls(self.model, self.embeddings, partial(count, batch)):
-                if chain:
-                    Stream(self.model, data, chain).run(BEFORE, index)
-                else:
-                    batches.forward(self.model, batch)
+                stream.run(BEFORE, index)
 
     def add(
         self, layers: Sequence[Layer], compute: Callable[[], Tensor], *inputs: Tensor, pull: Tensor | None = None
@@ -391,12 +389,6 @@ def frequencies_of(counts: Tensor) -> Tensor:
     return found / found.sum() if bool(counts.any()) else torch.full_like(counts, 1 / len(counts))
 
 
-def _first(args: Args, kwargs: Kwargs) -> Tensor:
-    """The first argument of a module."""
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return value
-
-
 @dataclass
 class _BlockwisePass:
     """A forward and a backward pass along the blocks of a model.
@@ -548,7 +540,7 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[_Call]) -> Iterator
             return output
         if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
             output = output.detach().requires_grad_()
-        calls.append(_Call(path, _first(args, kwargs), output))
+        calls.append(_Call(path, first_argument(args, kwargs), output))
         return output.clone()  # later operations may change it in place
 
     with after_calls(model, paths, record):

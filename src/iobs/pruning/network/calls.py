@@ -21,6 +21,11 @@ NoteOutput: TypeAlias = Callable[[str, nn.Module, tuple[object, ...], dict[str, 
 _FACTORS = ("input", "weight", "other", "mat2", "vec")  # torch's names, in the order of arguments
 
 
+def first_argument(args: Args, kwargs: Kwargs) -> Any:
+    """The first argument of a call, by place or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 class Interceptor(TorchFunctionMode):
     """A context in which a function computes every call of a function of torch.
 

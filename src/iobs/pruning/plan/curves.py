@@ -35,7 +35,6 @@ from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
-from iobs.solvers.admm import ADMM
 
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
 CURVE_TOKENS = 8192  # most positions of text for curves; twice as many move half a percent of the weights (LOG.md)
@@ -122,7 +121,7 @@ def row_step(rows: int, groups: int) -> int:
 
 def recipe_of_curves(recipe: Recipe) -> Recipe:
     """The recipe of the solves that measure damages: quick, and on no grid."""
-    fast = recipe.with_quick_solver(ADMM("fast"))
+    fast = recipe.with_quick_solver()
     return fast.but(solver=solver_without_grid(fast.solver))
 
 

@@ -201,10 +201,10 @@ class Recipe:
         """True if rows are weighted by their Fisher information, at least in models of text."""
         return self.curvature != "layer" and self.network_solver is None and not self.reads_weights_only
 
-    def with_quick_solver(self, quick: Solver) -> Recipe:
-        """The recipe with another solver in place of ADMM, for solves that only measure; other solvers stay."""
+    def with_quick_solver(self) -> Recipe:
+        """The recipe with the fast form of ADMM in its place, for solves that only measure; other solvers stay."""
         slow = self.solver == "admm" or isinstance(self.solver, ADMM)
-        return replace(self, solver=quick) if slow else self
+        return replace(self, solver=ADMM("fast")) if slow else self
 
     @property
     def compares(self) -> bool:
