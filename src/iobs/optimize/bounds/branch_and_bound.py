@@ -24,22 +24,26 @@ comparisons allow for a rounding margin, which is reported.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from iobs.errors import ProblemError
+from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, summarised
 from iobs.optimize.bounds.components import screened
+from iobs.optimize.bounds.convex import Progress, certify_convex
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Indices
+from iobs.optimize.objectives.design import Indices, VectorLike
 from iobs.optimize.objectives.linear import LeastSquares
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
 from iobs.optimize.refit.newton import Fit, refit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto
 
 if TYPE_CHECKING:
@@ -47,76 +51,6 @@ if TYPE_CHECKING:
 
 _FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The result of `certify`.
-
-    Attributes:
-        lower: no support of k coordinates has a value below `lower - margin`.
-        upper: value of the best known support.
-        gap: (upper - lower) / |upper|.
-        gap_explained: (upper - lower) / |f(0) - upper|, the gap of solvers that drop the constant 1/2 norm(y)^2.
-        fit: the best support, its coefficients and value.
-        nodes: number of nodes looked at.
-        seconds: wall time, the search for the first support included.
-        closed: whether the gap is at most the requested gap.
-        margin: absolute allowance for rounding in every comparison.
-        message: the result in words.
-        reason: why the search ended, in words.
-    """
-
-    lower: float
-    upper: float
-    gap: float
-    gap_explained: float
-    fit: Fit = field(repr=False)
-    nodes: int
-    seconds: float
-    closed: bool
-    margin: float
-    message: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ProofLimits:
-    """When to stop: at a relative `gap`, `seconds` after `begun` (on `time.perf_counter`), or after `max_nodes`."""
-
-    gap: float
-    begun: float
-    seconds: float
-    max_nodes: int
-
-    def elapsed(self) -> float:
-        """Seconds since the begin."""
-        return time.perf_counter() - self.begun
-
-
-def relative_gap(lower: float, upper: float) -> float:
-    """(upper - lower) / |upper|, at least 0."""
-    return max(0.0, upper - lower) / max(abs(upper), 1e-300)
-
-
-def summarised(
-    lower: float, fit: Fit, start: float, limits: ProofLimits, nodes: int, margin: float, reason: str, *, complete: bool
-) -> Certificate:
-    """The certificate of the best fit, given a proved lower bound and f(0); `complete`: no support is left to try."""
-    upper, seconds = fit.value, limits.elapsed()
-    gap = relative_gap(lower, upper)
-    closed = gap <= limits.gap
-    explained = max(0.0, upper - lower) / max(abs(start - upper), 1e-300)
-    if closed and (complete or lower >= upper - margin):
-        what = "a global minimiser"
-    elif closed:
-        what = f"within {gap:.2g} of the best value possible"
-    elif np.isfinite(lower):
-        what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
-    else:
-        what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
-    message = f"{what} ({nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e}): {reason}"
-    return Certificate(lower, upper, gap, explained, fit, nodes, seconds, closed, margin, message, reason)
 
 
 def certify(
@@ -127,45 +61,63 @@ def certify(
     gap: float = 1e-4,
     seconds: float = 60.0,
     max_nodes: int = 1_000_000,
+    lower: float | VectorLike | None = None,
+    upper: float | VectorLike | None = None,
+    on_progress: Progress | None = None,
     seed: int = 0,
 ) -> Certificate:
     """Bound the best value over all supports of k coordinates.
 
+    Least squares without bounds has a search of its own. All other convex objectives, and bounds, are searched with the
+    perspective relaxation, which is the tighter the larger the ridge is and the narrower the bounds are. Without
+    either, bounds on the coefficients are derived from the data where there are more samples than columns.
+
+    An interruption (Ctrl+C) ends the search and returns the gap so far.
+
     Args:
-        objective: a convex quadratic: least squares, or an `iobs.Quadratic` of one row.
+        objective: a convex objective of `iobs.objectives`, or an `iobs.Quadratic` of one row. Of an objective with
+            several coefficients per feature k counts features.
         k: number of non-zeros, forced coordinates not counted.
         fit: the support to start from; found by the best known method if not given.
         gap: relative gap at which to stop.
         seconds: time limit, compilation not counted; the remaining gap is reported.
         max_nodes: largest number of nodes.
+        lower: least value of every coefficient, at most 0; as `iobs.minimize`.
+        upper: largest value of every coefficient, at least 0.
+        on_progress: called with a `ProofProgress` every half a second, except in the search of least squares.
         seed: random seed of the search for a first support.
 
     Raises:
-        ProblemError: f is not quadratic; above 4,096 coordinates f is no least squares, has forced coordinates, or the
-            time is too short to see all columns; a limit is negative or NaN; `fit` is not a `Fit` of at most k
-            coordinates.
+        ProblemError: f is not known to be convex, or has a coefficient that nothing bounds; above 4,096 coordinates f
+            is a quadratic but no least squares, has forced coordinates, or the time is too short to see all columns; a
+            limit is negative or NaN; `fit` is not a `Fit` of at most k coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
     if not (gap >= 0 and seconds >= 0 and max_nodes >= 0):
         raise ProblemError(f"gap, seconds and max_nodes must not be negative, got {gap}, {seconds} and {max_nodes}.")
     objective = as_objective(objective)
-    if not objective.quadratic:
-        raise ProblemError("Branch and bound needs a quadratic objective; others are known to be 1-swap optimal only.")
-    if not isinstance(objective, LeastSquares):
+    features = objective.split(np.zeros(objective.dimension))[0].size
+    bounds = Bounds.of(lower, upper, features)
+    general = not objective.quadratic or isinstance(objective, Tabled) or bounds is not None
+    if not isinstance(objective, LeastSquares) and objective.quadratic:
         require_storable("Branch and bound stores H", objective.dimension)
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:
         auto.compile_stages(objective)
     begun = time.perf_counter()
+    if not isinstance(fit, Fit | None):
+        raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
+    limits = ProofLimits(gap, begun, seconds, max_nodes)
+    if general:
+        limited = None if bounds is None else bounds.extended(objective.dimension)
+        return certify_convex(problem, limited, fit, limits, on_progress)
     if fit is None:
         fit = list(auto.stages(problem))[-1].fit
-    if not isinstance(fit, Fit):
-        raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
     if np.setdiff1d(fit.support, problem.forced).size > k:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if objective.dimension > DENSE_LIMIT:
-        return _certify_screened(problem, fit, ProofLimits(gap, begun, seconds, max_nodes))
-    tree = CertificateTree(QuadraticArrays(problem), fit, ProofLimits(gap, begun, seconds, max_nodes))
+        return _certify_screened(problem, fit, limits)
+    tree = CertificateTree(QuadraticArrays(problem), fit, limits)
     tree.begin()
     if tree.singular:
         tree.enumerate_all()

@@ -82,6 +82,11 @@ class QuadraticObjective(Objective):
         product = self.matrix @ theta
         return self.constant + float(theta @ (0.5 * product - self.linear)), product - self.linear
 
+    def slope_norm(self, theta: Array) -> float:
+        """At least |H_j theta| / sqrt(H_jj) and |b_j| / sqrt(H_jj) for all j together: the slope by unit columns."""
+        units = np.sqrt(np.maximum(self.matrix.diagonal(), 1e-300))
+        return float(units @ np.abs(theta)) + float((np.abs(self.linear) / units).max(initial=0.0))
+
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v."""
         return np.asarray(self.matrix @ vector)

@@ -125,6 +125,10 @@ class DesignObjective(Objective, Protocol):
         """An upper bound on the rank of the Hessian."""
         return self.dimension if self.ridge.any() else min(self.design.shape) * self.outputs
 
+    def slope_norm(self, theta: Array) -> float:
+        """At least the norm of the derivatives of f by the margins; here each term's have absolute sum 2 at most."""
+        return 2.0 * float(self.weights.sum())
+
     def with_ridge(self, block: Array, rows: Indices | None, support: Indices) -> Array:
         """Rows and columns of a Hessian, the ridge added where they meet on the diagonal."""
         rows = np.arange(self.dimension) if rows is None else rows

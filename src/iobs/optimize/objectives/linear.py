@@ -114,6 +114,11 @@ class LinearModel(DesignObjective):
             gradient = self.design.rmatvec(self.weights * self.slopes(margin)) + self.ridge * theta
         return self._value(theta, margin), gradient
 
+    def slope_norm(self, theta: Array) -> float:
+        """The norm of w_i l'(m_i), (n,)."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.linalg.norm(self.weights * self.slopes(self.margin(theta))))
+
     def sample_curvature(self, theta: Array) -> Array:
         """The diagonal D of H = X^T D X + ridge, (n,)."""
         with np.errstate(over="ignore"):

@@ -120,6 +120,10 @@ class MultiResponse(Tabled):
         value = 0.5 * float((residual**2).sum()) + 0.5 * float(self.ridge @ theta**2)
         return value, np.asarray(self.design.rmatmat(residual).reshape(-1) + self.ridge * theta)
 
+    def slope_norm(self, theta: Array) -> float:
+        """The norm of the residuals."""
+        return float(np.linalg.norm(self.residuals(theta)))
+
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v."""
         return np.asarray(self.design.rmatmat(self.margins(vector)).reshape(-1) + self.ridge * vector)

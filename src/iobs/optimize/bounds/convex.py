@@ -1,0 +1,278 @@
+"""Certificates and near-optimal sets of convex objectives: generalised linear models, Cox regression, quadratics.
+
+The bounds are those of `perspective`. They divide the ridge of a coefficient by its share, so each coefficient needs a
+ridge or bounds. Where it has neither, bounds on it follow from the data and the best known value (module `reach`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from iobs.errors import ProblemError
+from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, summarised
+from iobs.optimize.bounds.convex_tree import ConvexTree
+from iobs.optimize.bounds.perspective import SparseConvex
+from iobs.optimize.bounds.reach import reached
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.objectives.base import DesignObjective, Objective
+from iobs.optimize.objectives.cox import Cox
+from iobs.optimize.objectives.design import Booleans, Indices
+from iobs.optimize.objectives.linear import LinearModel
+from iobs.optimize.objectives.tabled import Tabled
+from iobs.optimize.problem import DENSE_LIMIT, Problem
+from iobs.optimize.refit.newton import Fit, refit
+from iobs.optimize.refit.within import Bounds
+from iobs.optimize.search import auto, bounded
+from iobs.optimize.search.groups import CoordinateGroups, group_path
+
+_COPIED = 1 << 27  # most entries of a design that is copied, column by column
+_REPORT = 0.5  # seconds between two reports of progress
+
+
+@dataclass(frozen=True)
+class ProofProgress:
+    """The state of a proof.
+
+    Attributes:
+        lower: the proved lower bound.
+        upper: the best known value.
+        gap: (upper - lower) / |upper|.
+        nodes: number of nodes looked at.
+        open: number of nodes that are left for now.
+        seconds: time since the begin.
+    """
+
+    lower: float
+    upper: float
+    gap: float
+    nodes: int
+    open: int
+    seconds: float
+
+    def __str__(self) -> str:
+        speed = self.nodes / max(self.seconds, 1e-9)
+        return f"gap {self.gap:.3g}, {self.nodes:,} nodes ({speed:,.0f}/s), {self.open:,} open"
+
+
+Progress = Callable[[ProofProgress], None]
+
+
+@dataclass(frozen=True)
+class FeatureProblem:
+    """A sparse problem whose k counts features of one or more coordinates.
+
+    Attributes:
+        problem: f and the candidates by coordinates.
+        owner: for every coordinate the number of its feature, -1 where it is always used (d,).
+        candidates: features that may be used (p,).
+        size: largest number of used features.
+        bounds: of all coordinates (d,); None without any.
+    """
+
+    problem: Problem
+    owner: Indices
+    candidates: Booleans
+    size: int
+    bounds: Bounds | None
+
+    @classmethod
+    def of(cls, problem: Problem, bounds: Bounds | None) -> FeatureProblem:
+        """The problem of an objective: a feature is a coordinate, or all coordinates of a column.
+
+        Raises:
+            ProblemError: f is not known to be convex, or bounds with several coefficients per feature.
+        """
+        objective = problem.objective
+        if not (objective.quadratic or isinstance(objective, LinearModel | Cox | Tabled)):
+            raise ProblemError(
+                f"A proof needs a convex objective of iobs.objectives, such as Logistic; got "
+                f"{type(objective).__name__}, which has no bounds."
+            )
+        several = objective.outputs if isinstance(objective, Tabled) else 1
+        if several > 1 and bounds is not None:
+            raise ProblemError("A proof within bounds needs one coefficient for each feature.")
+        owner = np.full(objective.dimension, -1, dtype=np.int64)
+        free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
+        owner[free] = np.arange(free.size) // several
+        candidates = np.bincount(owner[free], problem.candidates[free], free.size // several) == several
+        size = min(problem.k, int(candidates.sum()))
+        return cls(problem, owner, candidates, size, bounds)
+
+    def relaxable(self, fit: Fit, ceiling: float) -> SparseConvex:
+        """f with its ridge and bounds, as the search needs it.
+
+        Args:
+            fit: a known fit.
+            ceiling: value up to which bounds must hold.
+
+        Raises:
+            ProblemError: the data do not bound a coefficient without ridge and bounds.
+        """
+        objective = self.problem.objective
+        everything = np.arange(objective.dimension)
+        ridge = getattr(objective, "ridge", np.zeros(objective.dimension))
+        infinite = np.full(objective.dimension, np.inf)
+        bounds = Bounds(-infinite, infinite) if self.bounds is None else self.bounds
+        convex = SparseConvex(searched(objective), self.owner, ridge, bounds.lower, bounds.upper)
+        return reached(convex, self.size, self.candidates, fit.theta[everything], ceiling)
+
+    def first_fit(self) -> Fit:
+        """The best fit that the search without proof finds."""
+        objective = self.problem.objective
+        if isinstance(objective, Tabled):
+            return group_path(CoordinateGroups(objective, objective.groups), [self.size])[-1]
+        if self.bounds is not None:
+            return list(bounded.stages(self.problem, self.bounds))[-1].fit
+        return list(auto.stages(self.problem))[-1].fit
+
+
+def searched(objective: Objective) -> DesignObjective | QuadraticObjective:
+    """f in the form in which many values are computed: a quadratic by its Hessian, others by a design by columns."""
+    everything = np.arange(objective.dimension)
+    if objective.quadratic and not isinstance(objective, Tabled) and objective.dimension <= DENSE_LIMIT:
+        zero = np.zeros(objective.dimension)
+        value, gradient = objective.value_and_gradient(zero)
+        return QuadraticObjective(objective.hessian_block(zero, everything), -gradient, constant=value)
+    assert isinstance(objective, LinearModel | Cox | Tabled)
+    n, d = objective.design.shape
+    return objective.restricted(everything) if n * d <= _COPIED else objective
+
+
+class CertificateSearch(ConvexTree):
+    """The search for the best support, and for a lower bound on its value.
+
+    Args:
+        features: the problem.
+        fit: the best fit known.
+        limits: when to stop.
+        on_progress: called every half a second.
+    """
+
+    def __init__(
+        self, features: FeatureProblem, fit: Fit, limits: ProofLimits, on_progress: Progress | None = None
+    ) -> None:
+        self._best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
+        super().__init__(features.relaxable(fit, fit.value), features.size, features.candidates)
+
+    @property
+    def best(self) -> Fit:
+        """The best fit known."""
+        return self._best
+
+    @property
+    def limit(self) -> float:
+        """The bound above which the requested gap is proved."""
+        return self._best.value - self.limits.gap * abs(self._best.value)
+
+    def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
+        """All features are used where there is room for them: more of them never raise f."""
+        if int(used.sum()) >= self.most:
+            return used
+        return used | free if int(used.sum()) + int(free.sum()) <= self.most else None
+
+    def take(self, fit: Fit, used: Booleans) -> None:
+        """Keep the better fit."""
+        if fit.value < self._best.value:
+            self._best = fit
+
+    def stopped(self) -> str:
+        """Report the progress; never a reason to stop."""
+        elapsed = self.limits.elapsed()
+        if self._report is not None and elapsed >= self._next:
+            self._next = elapsed + _REPORT
+            gap = relative_gap(self.lower, self._best.value)
+            count = len(self._open) + len(self._stack)
+            self._report(ProofProgress(self.lower, self._best.value, gap, self.nodes, count, elapsed))
+        return ""
+
+
+def certify_convex(
+    problem: Problem, bounds: Bounds | None, fit: Fit | None, limits: ProofLimits, on_progress: Progress | None
+) -> Certificate:
+    """The certificate of a convex objective; an interruption ends the search with what is proved.
+
+    Raises:
+        ProblemError: as `FeatureProblem`.
+    """
+    features = FeatureProblem.of(problem, bounds)
+    fit = features.first_fit() if fit is None else fit
+    search = CertificateSearch(features, fit, limits, on_progress)
+    try:
+        reason = search.run(limits.begun + limits.seconds, limits.max_nodes)
+    except KeyboardInterrupt:
+        reason = "the search was interrupted"
+    best = _on_given(problem.objective, search.best, features.bounds)
+    lower = min(search.lower, best.value)
+    return summarised(
+        lower, best, problem.at_zero[0], limits, search.nodes, search.margin,
+        reason or "no part of the search tree is left", complete=False,
+    )  # fmt: skip
+
+
+def _on_given(objective: Objective, fit: Fit, bounds: Bounds | None) -> Fit:
+    """A fit of the copied objective, with the value and the gradient of the given one."""
+    if isinstance(objective, Tabled) or bounds is not None:
+        return Fit(fit.support, fit.theta, *objective.value_and_gradient(fit.theta))
+    return refit(objective, fit.support, fit.theta)
+
+
+class NearOptimalSearch(ConvexTree):
+    """The search for all supports whose value is at most a share above the best.
+
+    Args:
+        features: the problem.
+        fit: the best fit known.
+        gap: the share.
+        equal: relative difference up to which values count as equal.
+        at_most: whether supports of fewer features count too.
+        max_members: the search stops at more members.
+
+    Attributes:
+        fits: fits of supports below the ceiling at the time, by their features.
+    """
+
+    def __init__(
+        self, features: FeatureProblem, fit: Fit, gap: float, equal: float, *, at_most: bool, max_members: int
+    ) -> None:
+        self._best, self.gap, self.equal, self.max_members = fit, gap, equal, max_members
+        self.least = 0 if at_most else features.size
+        self.fits: dict[bytes, Fit] = {}
+        super().__init__(features.relaxable(fit, self.limit), features.size, features.candidates)
+
+    @property
+    def best(self) -> Fit:
+        """The best fit known."""
+        return self._best
+
+    @property
+    def limit(self) -> float:
+        """The largest value of a member."""
+        return self._best.value + (self.gap + self.equal) * abs(self._best.value)
+
+    def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
+        """A support is decided where no choice is left."""
+        count, left = int(used.sum()), int(free.sum())
+        if count + left < self.least or count > self.most:
+            return used[:0]
+        if count == self.most or not left:
+            return used
+        return used | free if count + left == self.least else None
+
+    def take(self, fit: Fit, used: Booleans) -> None:
+        """Keep a fit below the ceiling."""
+        if fit.value <= self.limit:
+            self.fits[np.packbits(used).tobytes()] = fit
+            if fit.value < self._best.value:
+                self._best = fit
+
+    def stopped(self) -> str:
+        """Stop at too many members."""
+        if len(self.fits) > self.max_members:
+            self.fits = {key: fit for key, fit in self.fits.items() if fit.value <= self.limit}
+            if len(self.fits) > self.max_members:
+                return f"there are more than {self.max_members:,} members"
+        return ""

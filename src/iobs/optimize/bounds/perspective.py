@@ -1,0 +1,459 @@
+"""Lower bounds on a convex f over sparse vectors: tangents, and the perspective relaxation that finds the best one.
+
+    f(v) = F(v) + 1/2 sum_i ridge_i v_i^2,      lower <= v <= upper,      F convex
+
+A feature has one or more coordinates, and at most k features are used. A node of the search tree has used some of them,
+has excluded others, and may use `room` more. Every tangent of F lies below F. So for any point w with g = grad F(w)
+
+    f(v) >= F(w) - g^T w - sum over used features j of c_j - the sum of the `room` largest c_j of the free features,
+    c_j = max over v_j within its bounds of -g_j^T v_j - 1/2 ridge_j |v_j|^2.
+
+No part of this is iterative or approximate: a w that was found badly gives a weak bound, never a wrong one. One tangent
+bounds every node of the tree. The best w of a node is a minimiser of the perspective relaxation (Guenluek and Linderoth
+2010): a free feature is used by a share z_j, and its ridge is divided by z_j. For a fixed price tau of a share, the
+relaxation is separable in the features beyond F. It is then solved by Newton steps on a working set, each by coordinate
+descent, and tau is found so that the shares add up to `room`.
+
+Rounding: let F be a sum over n samples, a_i = dF/dm_i, and eps the unit of rounding. The computed tangent belongs to
+computed margins, and is off by at most about (n + d) eps times the sum of absolute values of all terms that it adds.
+`Tangent.margin` is 8 times this, with |a|_2 |x_j|_2 as a bound on sum_i |a_i x_ij|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import njit
+
+from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.objectives.base import DesignObjective
+from iobs.optimize.objectives.design import Array, Booleans, Indices
+
+_EPS = float(np.finfo(float).eps)
+_STEPS = 40  # most Newton steps of one node
+_ALL = 48  # up to so many free coordinates the working set holds all of them
+_HALVINGS = 12
+_INNER = 0.03  # accuracy of coordinate descent, relative to the square root of what the bound still lacks
+_SWEEPS = 400  # most passes of coordinate descent at one price
+_FILLED = 2e-3  # the shares fill the room up to this relative error
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """A tangent of F and the bound that it gives for every node.
+
+    Attributes:
+        base: F(w) - g^T w minus the costs of coordinates that belong to no feature.
+        costs: c_j of every feature (p,).
+        margin: absolute allowance for rounding of the bounds.
+    """
+
+    base: float
+    costs: Array
+    margin: float
+
+    def bound(self, used: Booleans, free: Booleans, room: int) -> float:
+        """A lower bound on f at a node, the margin subtracted.
+
+        Args:
+            used: features that are used (p,).
+            free: features that may be used (p,).
+            room: how many of the free features may be used at most.
+        """
+        costs = self.costs[free]
+        if room < costs.size:
+            costs = np.partition(costs, costs.size - room)[costs.size - room :] if room else costs[:0]
+        return self.base - float(self.costs[used].sum()) - float(costs.sum()) - self.margin
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The relaxation of a node.
+
+    Attributes:
+        theta: approximate minimiser (d,).
+        shares: z_j of every feature (p,); 1 where it is used.
+        price: tau.
+        bound: a lower bound on f at the node, margin subtracted.
+        tangent: the tangent with that bound.
+        value: the relaxed f at theta, which the bound cannot pass.
+    """
+
+    theta: Array
+    shares: Array
+    price: float
+    bound: float
+    tangent: Tangent
+    value: float
+
+
+class SparseConvex:
+    """f with its features, ridge and bounds, as the relaxation needs them.
+
+    Args:
+        objective: a convex f, of a design or quadratic.
+        owner: for every coordinate the number of its feature, -1 where it is always used (d,).
+        ridge: the weight of 1/2 v_i^2 that f - F has (d,); F must be convex.
+        lower: of the coordinates (d,), at most 0.
+        upper: of the coordinates (d,), at least 0.
+
+    Attributes:
+        features: p.
+    """
+
+    def __init__(
+        self,
+        objective: DesignObjective | QuadraticObjective,
+        owner: Indices,
+        ridge: Array,
+        lower: Array,
+        upper: Array,
+    ) -> None:
+        self.objective, self.owner, self.ridge = objective, owner, ridge
+        self.lower, self.upper = lower, upper
+        self.features = int(owner.max(initial=-1)) + 1
+        self.always = owner < 0
+
+    def within(self, places: Indices, lower: Array | float, upper: Array | float) -> SparseConvex:
+        """The same f with other bounds on some coordinates."""
+        low, high = self.lower.copy(), self.upper.copy()
+        low[places], high[places] = lower, upper
+        return SparseConvex(self.objective, self.owner, self.ridge, low, high)
+
+    @cached_property
+    def _lengths(self) -> Array:
+        """|x_i|_2 of every coordinate (d,), or sqrt(H_ii) where there is no design."""
+        if isinstance(self.objective, QuadraticObjective):
+            return np.sqrt(self.objective.hessian_diagonal(np.zeros(self.ridge.size)))
+        design = self.objective.design
+        return np.repeat(np.sqrt(design.squares(np.ones(design.shape[0]))), self.objective.outputs)
+
+    @cached_property
+    def _additions(self) -> int:
+        """Most numbers that are added up for one number of a tangent."""
+        samples = 0 if isinstance(self.objective, QuadraticObjective) else self.objective.design.shape[0]
+        return self.ridge.size + samples + 64
+
+    def split(self, theta: Array, value: float, gradient: Array) -> tuple[float, Array]:
+        """F and its gradient, from f and its gradient."""
+        return value - 0.5 * float(self.ridge @ theta**2), gradient - self.ridge * theta
+
+    def tangent(self, theta: Array, value: float, gradient: Array) -> Tangent:
+        """The tangent at theta, given f and its gradient there."""
+        smooth, slope = self.split(theta, value, gradient)
+        costs, best = self.costs(slope)
+        always = float(costs[self.always].sum())
+        base = smooth - float(slope @ theta) - always
+        reach = self._lengths * (np.abs(theta) + np.abs(best))
+        terms = abs(value) + abs(smooth) + float(np.abs(slope) @ (np.abs(theta) + np.abs(best)))
+        terms += self.objective.slope_norm(theta) * float(reach.sum()) + float(np.abs(costs).sum())
+        return Tangent(base, self.by_feature(costs), 8 * _EPS * self._additions * terms)
+
+    def costs(self, slope: Array) -> tuple[Array, Array]:
+        """c_i of every coordinate, and the v_i at which it is attained (d,) each."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            best = np.clip(-slope / self.ridge, self.lower, self.upper)
+        best = np.where(slope == 0, 0.0, best)
+        with np.errstate(invalid="ignore"):
+            costs = np.where(np.isinf(best), np.inf, -slope * best - 0.5 * self.ridge * best**2)
+        return costs, np.where(np.isinf(best), 0.0, best)
+
+    def by_feature(self, values: Array) -> Array:
+        """Sums over the coordinates of every feature (p,)."""
+        inside = ~self.always
+        return np.bincount(self.owner[inside], values[inside], minlength=self.features)
+
+    def relax(
+        self, used: Booleans, free: Booleans, room: int, start: Array, price: float, enough: float
+    ) -> Relaxed:
+        """Solve the relaxation of a node.
+
+        Args:
+            used: features that are used (p,).
+            free: features that may be used (p,).
+            room: how many of them at most; at least 1.
+            start: first guess (d,); coordinates of excluded features must be zero.
+            price: first guess of tau.
+            enough: a bound above which the node is of no use, so that no better one is needed.
+        """
+        theta, objective = start, self.objective
+        value, gradient = objective.value_and_gradient(theta)
+        if not np.isfinite(value):
+            theta = np.zeros_like(start)
+            value, gradient = objective.value_and_gradient(theta)
+        best: tuple[float, Tangent] | None = None
+        limited = free[self.owner] & ~self.always
+        held = (used[self.owner] & ~self.always) | self.always
+        price = max(price, 0.0) if free.sum() > room else 0.0
+        relaxed = np.inf
+        for step in range(_STEPS):
+            tangent = self.tangent(theta, value, gradient)
+            bound = tangent.bound(used, free, room)
+            if best is None or bound > best[0]:
+                best = bound, tangent
+            smooth, slope = self.split(theta, value, gradient)
+            if step:
+                relaxed = smooth + self._penalty(theta, held, limited, price) - room * price
+                spread = relaxed - best[0]
+                # A node that cannot be pruned needs only a bound that orders the nodes.
+                close = 1e-9 * abs(relaxed) + (0.02 if relaxed > enough else 0.1) * abs(enough - best[0])
+                if best[0] > enough or spread <= close:
+                    break
+            elif best[0] > enough:
+                break
+            working = self._working(theta, held, limited, tangent.costs, room, price)
+            block = objective.hessian_block(theta, working)
+            block[np.diag_indices(working.size)] -= self.ridge[working]
+            point = theta[working].copy()
+            price = _minimise_model(
+                block, slope[working].copy(), point, self.ridge[working], self.lower[working], self.upper[working],
+                self._starts(working), held[working], float(room), price, bool(free.sum() > room),
+                max(_INNER * np.sqrt(abs(enough - best[0]) / working.size), 1e-8 * np.sqrt(abs(value))),
+            )  # fmt: skip
+            moved = theta.copy()
+            moved[working] = point
+            before = smooth + self._penalty(theta, held, limited, price)
+            accepted = None
+            for _ in range(_HALVINGS):
+                trial = objective.value_and_gradient(moved)
+                if np.isfinite(trial[0]):
+                    after = self.split(moved, *trial)[0] + self._penalty(moved, held, limited, price)
+                    if objective.quadratic or after <= before + 1e-12 * abs(before):
+                        accepted = trial
+                        break
+                moved = 0.5 * (moved + theta)
+            if accepted is None or np.array_equal(moved, theta):
+                break
+            theta, (value, gradient) = moved, accepted
+        assert best is not None
+        shares = self._shares(theta, used, limited, price)
+        return Relaxed(theta, shares, price, best[0], best[1], relaxed)
+
+    def _working(
+        self, theta: Array, held: Booleans, limited: Booleans, costs: Array, room: int, price: float
+    ) -> Indices:
+        """The coordinates that a Newton step moves: used ones, non-zero ones, and free ones of the largest costs."""
+        if int(limited.sum()) <= _ALL:
+            return np.flatnonzero(held | limited).astype(np.int64)
+        free = np.flatnonzero(np.bincount(self.owner[limited], minlength=self.features) > 0)
+        order = free[np.argsort(-costs[free], kind="stable")[: 2 * room + 10]]
+        chosen = np.zeros(self.features, dtype=np.bool_)
+        chosen[order] = True
+        chosen[self.owner[(theta != 0) & limited]] = True
+        return np.flatnonzero(held | (limited & chosen[self.owner])).astype(np.int64)
+
+    def _starts(self, working: Indices) -> Indices:
+        """The beginnings of the blocks of a working set: of every feature, and of every coordinate without one."""
+        owner = self.owner[working]
+        new = np.ones(owner.size, dtype=np.bool_)
+        new[1:] = (owner[1:] != owner[:-1]) | (owner[1:] < 0)
+        return np.append(np.flatnonzero(new), owner.size).astype(np.int64)
+
+    def _penalty(self, theta: Array, held: Booleans, limited: Booleans, price: float) -> float:
+        """1/2 ridge v^2 of the held coordinates, and the price-dependent penalty of the free ones."""
+        total = 0.5 * float(self.ridge[held] @ theta[held] ** 2)
+        there = np.flatnonzero(limited & (theta != 0))
+        if there.size:
+            total += _free_penalty(
+                theta[there], self.ridge[there], self.lower[there], self.upper[there], self._starts(there), price
+            )
+        return total
+
+    def _shares(self, theta: Array, used: Booleans, limited: Booleans, price: float) -> Array:
+        shares = used.astype(np.float64)
+        there = np.flatnonzero(limited & (theta != 0))
+        if there.size:
+            starts = self._starts(there)
+            shares[self.owner[there[starts[:-1]]]] = _block_shares(
+                theta[there], self.ridge[there], self.lower[there], self.upper[there], starts, price
+            )
+        return shares
+
+
+@njit(cache=True, nogil=True)
+def _edge(price: float, ridge: float, limit: float) -> tuple[float, float]:
+    """(slope, radius): a free block pays slope * |v| up to the radius, and price + ridge / 2 |v|^2 beyond."""
+    if price <= 0.0:
+        return 0.0, 0.0
+    if limit <= 0.0:
+        return np.inf, 0.0
+    if price <= 0.5 * ridge * limit * limit:
+        slope = np.sqrt(2.0 * ridge * price)
+        return slope, slope / ridge
+    return (price + 0.5 * ridge * limit * limit) / limit, limit
+
+
+@njit(cache=True, nogil=True)
+def _share(size: float, price: float, ridge: float, limit: float) -> float:
+    if size <= 0.0:
+        return 0.0
+    _, radius = _edge(price, ridge, limit)
+    return 1.0 if size >= radius else size / radius
+
+
+@njit(cache=True, nogil=True)
+def _size_and_limit(point: Array, lower: Array, upper: Array, first: int, last: int) -> tuple[float, float]:
+    """The norm of a block and its largest norm; blocks of several coordinates have no bounds."""
+    if last - first == 1:
+        value = point[first]
+        return abs(value), (upper[first] if value > 0 else -lower[first])
+    total = 0.0
+    for i in range(first, last):
+        total += point[i] * point[i]
+    return np.sqrt(total), np.inf
+
+
+@njit(cache=True, nogil=True)
+def _block_shares(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: float) -> Array:
+    shares = np.zeros(starts.size - 1)
+    for block in range(starts.size - 1):
+        first = starts[block]
+        size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
+        shares[block] = _share(size, price, ridge[first], limit)
+    return shares
+
+
+@njit(cache=True, nogil=True)
+def _free_penalty(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: float) -> float:
+    total = 0.0
+    for block in range(starts.size - 1):
+        first = starts[block]
+        size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
+        slope, radius = _edge(price, ridge[first], limit)
+        if size >= radius and size > 0.0:
+            total += price + 0.5 * ridge[first] * size * size
+        elif size > 0.0:
+            total += slope * size
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _shrunk(size: float, curvature: float, price: float, ridge: float, limit: float) -> float:
+    """The size of v at the minimum of curvature / 2 (v - size / curvature)^2 and the penalty of a free block."""
+    slope, radius = _edge(price, ridge, limit)
+    if size <= slope:
+        return 0.0
+    small = (size - slope) / curvature
+    if small <= radius:
+        return small
+    return min(max(size / (curvature + ridge), radius), limit)
+
+
+@njit(cache=True, nogil=True)
+def _sweep(
+    hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
+    held: Booleans, price: float,
+) -> float:  # fmt: skip
+    """One pass of coordinate descent, in place; returns the largest change, in units of sqrt(curvature)."""
+    largest = 0.0
+    for block in range(starts.size - 1):
+        first, last = starts[block], starts[block + 1]
+        if held[first] or last - first == 1:
+            for i in range(first, last):
+                curvature = max(hessian[i, i], 1e-300)
+                aim = curvature * point[i] - gradient[i]
+                if held[i]:
+                    new = min(max(aim / (curvature + ridge[i]), lower[i]), upper[i])
+                elif aim > 0:
+                    new = _shrunk(aim, curvature, price, ridge[i], upper[i])
+                else:
+                    new = -_shrunk(-aim, curvature, price, ridge[i], -lower[i])
+                change = new - point[i]
+                if change != 0.0:
+                    point[i] = new
+                    for m in range(point.size):
+                        gradient[m] += change * hessian[i, m]
+                    largest = max(largest, abs(change) * np.sqrt(curvature))
+            continue
+        curvature = 1e-300
+        for i in range(first, last):
+            row = 0.0
+            for m in range(first, last):
+                row += abs(hessian[i, m])
+            curvature = max(curvature, row)
+        size = 0.0
+        for i in range(first, last):
+            size += (curvature * point[i] - gradient[i]) ** 2
+        size = np.sqrt(size)
+        factor = _shrunk(size, curvature, price, ridge[first], np.inf) / size if size > 0 else 0.0
+        aims = factor * (curvature * point[first:last] - gradient[first:last])
+        for i in range(first, last):
+            change = aims[i - first] - point[i]
+            if change != 0.0:
+                point[i] += change
+                for m in range(point.size):
+                    gradient[m] += change * hessian[i, m]
+                largest = max(largest, abs(change) * np.sqrt(curvature))
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _settle(
+    hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
+    held: Booleans, price: float, accuracy: float,
+) -> float:  # fmt: skip
+    """Coordinate descent at a price until nothing moves; returns the sum of the shares of the free blocks."""
+    for _ in range(_SWEEPS):
+        if _sweep(hessian, gradient, point, ridge, lower, upper, starts, held, price) <= accuracy:
+            break
+    total = 0.0
+    for block in range(starts.size - 1):
+        first = starts[block]
+        if not held[first]:
+            size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
+            total += _share(size, price, ridge[first], limit)
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _minimise_model(
+    hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
+    held: Booleans, room: float, price: float, limited: bool, accuracy: float,
+) -> float:  # fmt: skip
+    """Minimise a quadratic model of F with the penalty, in place; returns the price at which the shares fill the room.
+
+    Args:
+        hessian: of F at the point (s, s).
+        gradient: of F at the point (s,), updated.
+        point: (s,), updated.
+        ridge: (s,).
+        lower: (s,).
+        upper: (s,).
+        starts: beginnings of the blocks, and s.
+        held: true where a coordinate is used (s,).
+        room: largest sum of the shares of the free blocks.
+        price: first guess.
+        limited: whether there are more free features than room; otherwise the price is 0.
+        accuracy: stop descending once no coordinate moves by more, in units of 1 / sqrt(curvature).
+    """
+    if not limited:
+        _settle(hessian, gradient, point, ridge, lower, upper, starts, held, 0.0, accuracy)
+        return 0.0
+    if price <= 0.0:
+        for i in range(point.size):
+            if not held[i]:
+                price = max(price, gradient[i] * gradient[i] / (2.0 * (ridge[i] + hessian[i, i] + 1e-300)))
+        price = max(0.1 * price, 1e-300)
+    low, high, above, below = 0.0, -1.0, -1.0, -1.0  # sums of shares minus room: above at low, below at high
+    for _ in range(40):
+        excess = _settle(hessian, gradient, point, ridge, lower, upper, starts, held, price, accuracy) - room
+        if abs(excess) <= _FILLED * room:
+            break
+        if excess > 0:
+            low, above = price, excess
+        else:
+            high, below = price, -excess
+        if high < 0:
+            price *= 1.3 if excess < 0.1 * room else 2.0
+        elif above < 0:
+            if price < 1e-280:
+                break
+            price *= 0.77 if excess > -0.1 * room else 0.5
+        else:
+            if high - low <= 1e-5 * high:
+                break
+            share = min(max(above / (above + below), 0.1), 0.9)
+            price = low + share * (high - low)
+    return price
