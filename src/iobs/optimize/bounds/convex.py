@@ -125,8 +125,8 @@ class FeatureProblem:
         objective = self.problem.objective
         if isinstance(objective, Tabled):
             return group_path(CoordinateGroups(objective, objective.groups), [self.size])[-1]
-        if self.bounds is not None:
-            return list(bounded.stages(self.problem, self.bounds))[-1].fit
+        if self.bounds is not None:  # the tree finds what the later, slower stages would find
+            return next(bounded.stages(self.problem, self.bounds)).fit
         return list(auto.stages(self.problem))[-1].fit
 
 

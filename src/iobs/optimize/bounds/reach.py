@@ -4,12 +4,14 @@ Let U be these coordinates. A tangent at any point w says of every vector v that
 
     g_U^T v_U <= ceiling - L,      L = F(w) - g^T w - the costs of all other coordinates.
 
-Points w whose slope g_U is about +-e_a bound v_a from both sides. They lie on a line through the minimiser, along a
-column of the inverse Hessian. What is left of the other slopes is accounted for: with h_a = (ceiling - L) / |g_a| and
+Points w whose slope g_U is a multiple of +-e_a bound v_a from both sides. They are found from the minimiser by steps
+with the inverse Hessian there. What is left of the other slopes is accounted for: with h_a = (ceiling - L) / |g_a| and
 A_ai = |g_i| / |g_a|, every such v has |v_U| <= h + A |v_U|, so |v_U| <= (I - A)^-1 h if the rows of A sum to less than 1.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,8 +19,11 @@ from iobs.errors import ProblemError
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 
-_SCALES = (1.0, 0.5, 2.0, 0.25, 0.1, 0.01)  # lengths of a step from the minimiser, relative to the best of a quadratic
+_SCALES = (1.0, 0.5, 2.0, 0.25, 0.1, 0.01)  # sizes of the slope, relative to the best of a quadratic
+_WEAK = 0.02  # a ridge that is a smaller share of the curvature is helped by bounds
 _REST = 0.5  # largest sum of a row of A
+_SMALL = 0.02  # a smaller sum of a row is small enough
+_CHORDS = 8  # most steps to a point whose slope is about +-e_a
 _FAR = 1e3  # bounds while the minimiser is sought, relative to the known fit; they need not hold
 _UNBOUNDED = (
     "f has no bounds on coefficient {0}: the data do not determine it together with the others. Give a ridge, or "
@@ -26,8 +31,17 @@ _UNBOUNDED = (
 )
 
 
+@dataclass(frozen=True)
+class Level:
+    """The vectors that bounds must hold for: at most `room` of the `candidates` (p,) used, and f at most `ceiling`."""
+
+    room: int
+    candidates: Booleans
+    ceiling: float
+
+
 def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array, ceiling: float) -> SparseConvex:
-    """The problem with bounds on all coordinates that have neither a ridge nor bounds.
+    """The problem with bounds on all coordinates that have no bounds, and no ridge or a weak one.
 
     Args:
         problem: f.
@@ -40,10 +54,22 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
         ProblemError: the data do not bound such a coordinate.
     """
     allowed = problem.always | candidates[problem.owner]
-    open_ended = (problem.ridge == 0) & (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
-    if not open_ended.any():
+    unbounded = (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
+    slope = problem.objective.hessian_diagonal(start)
+    weak, without = unbounded & (problem.ridge < _WEAK * slope), unbounded & (problem.ridge == 0)
+    try:
+        return _reached(problem, np.flatnonzero(weak).astype(np.int64), room, candidates, start, ceiling)
+    except ProblemError:
+        if (weak == without).all():
+            raise
+        return _reached(problem, np.flatnonzero(without).astype(np.int64), room, candidates, start, ceiling)
+
+
+def _reached(
+    problem: SparseConvex, places: Indices, room: int, candidates: Booleans, start: Array, ceiling: float
+) -> SparseConvex:
+    if not places.size:
         return problem
-    places = np.flatnonzero(open_ended).astype(np.int64)
     point = _minimiser(problem, places, room, candidates, start, ceiling)
     block = problem.objective.hessian_block(point, places)
     try:
@@ -54,13 +80,15 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
         weakest = int(places[np.argmin(factor.diagonal() ** 2 / block.diagonal())])
         raise ProblemError(_UNBOUNDED.format(weakest))
     inverse = np.linalg.inv(block)
-    without = problem.within(places, 0.0, 0.0)
+    within = problem.within(places, 0.0, 0.0)
+    ridge = problem.ridge.copy()
+    ridge[places] = 0.0  # a weak ridge counts as part of F
+    without = SparseConvex(problem.objective, problem.owner, ridge, within.lower, within.upper)
+    level = Level(room, candidates, ceiling)
     high, rests = np.zeros((2, places.size)), np.zeros((places.size, places.size))
     for number in range(places.size):
         for side, sign in enumerate((1.0, -1.0)):
-            high[side, number], rest = _one_side(
-                without, places, number, sign * inverse[:, number], point, (room, candidates, ceiling)
-            )
+            high[side, number], rest = _one_side(without, places, inverse, number, sign, point, level)
             rests[number] = np.maximum(rests[number], rest)
     high *= 1 + 1e-9  # rounding of the slopes
     reach = np.linalg.solve(np.eye(places.size) - rests, high.max(axis=0))
@@ -80,35 +108,43 @@ def _minimiser(
 
 
 def _one_side(
-    problem: SparseConvex, places: Indices, number: int, direction: Array, point: Array, level: tuple[int, Booleans, float]
+    problem: SparseConvex, places: Indices, inverse: Array, number: int, sign: float, point: Array, level: Level
 ) -> tuple[float, Array]:
-    """(h_a, A_a) of one coordinate and sign, by the best step along a direction from the minimiser.
+    """(h_a, A_a) of one coordinate and sign, by the best of several points w.
 
     Raises:
-        ProblemError: no step is good enough.
+        ProblemError: no point is good enough.
     """
-    room, candidates, ceiling = level
-    nothing = np.zeros_like(candidates)
     best, best_rest = np.inf, np.zeros(places.size)
-    size = None
-    for scale in (0.0, *_SCALES):
+    # The least h_a = (missing + slope^2 / 2 V_aa) / slope of a quadratic f.
+    size = float(np.sqrt(2 * max(_missing(problem, point, level)[0], 1e-12 * abs(level.ceiling)) / inverse[number, number]))
+    for scale in _SCALES:
+        wanted = np.zeros(places.size)
+        wanted[number] = sign * scale * size
         moved = point.copy()
-        if size is not None:
-            moved[places] += scale * size * direction
-        value, gradient = problem.objective.value_and_gradient(moved)
-        if not np.isfinite(value):
-            continue
-        tangent = problem.tangent(moved, value, gradient)
-        missing = ceiling - tangent.bound(nothing, candidates, room)
-        if size is None:  # the decrease of h_a = (missing + size^2 / 2 V_aa) / size ends here if f is quadratic
-            size = float(np.sqrt(2 * max(missing, 1e-12 * abs(ceiling)) / abs(direction[number])))
-            continue
-        slope = problem.split(moved, value, gradient)[1][places]
-        rest = np.abs(slope)
-        rest[number] = 0.0
-        along = np.sign(direction[number]) * slope[number]
-        if along > 0 and rest.sum() <= _REST * along and missing / along < best:
-            best, best_rest = max(missing, 0.0) / along, rest / along
+        for _ in range(_CHORDS):
+            trial = moved.copy()
+            trial[places] += inverse @ (wanted - _missing(problem, moved, level)[1][places])
+            missing, slope = _missing(problem, trial, level)
+            if not np.isfinite(missing):
+                break
+            moved = trial
+            rest = np.abs(slope[places])
+            rest[number] = 0.0
+            along = sign * slope[places[number]]
+            if along > 0 and rest.sum() <= _REST * along and missing / along < best:
+                best, best_rest = max(missing, 0.0) / along, rest / along
+            if rest.sum() <= _SMALL * along:
+                break
     if not np.isfinite(best):
         raise ProblemError(_UNBOUNDED.format(int(places[number])))
     return best, best_rest
+
+
+def _missing(problem: SparseConvex, point: Array, level: Level) -> tuple[float, Array]:
+    """Ceiling - L at a point, and the slope of F there (d,); infinite where f is not finite."""
+    value, gradient = problem.objective.value_and_gradient(point)
+    if not (np.isfinite(value) and np.isfinite(gradient).all()):
+        return np.inf, np.zeros_like(point)
+    bound = problem.tangent(point, value, gradient).bound(np.zeros_like(level.candidates), level.candidates, level.room)
+    return level.ceiling - bound, problem.split(point, value, gradient)[1]
