@@ -156,7 +156,7 @@ class CertificateSearch(ConvexTree):
         self, features: FeatureProblem, fit: Fit, limits: ProofLimits, on_progress: Progress | None = None
     ) -> None:
         self._best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
-        super().__init__(features.relaxable(fit, fit.value), features.size, features.candidates)
+        super().__init__(features.relaxable(fit, fit.value), features.size, features.candidates, features.bounds)
 
     @property
     def best(self) -> Fit:
@@ -241,7 +241,7 @@ class NearOptimalSearch(ConvexTree):
         self._best, self.gap, self.equal, self.max_members = fit, gap, equal, max_members
         self.least = 0 if at_most else features.size
         self.fits: dict[bytes, Fit] = {}
-        super().__init__(features.relaxable(fit, self.limit), features.size, features.candidates)
+        super().__init__(features.relaxable(fit, self.limit), features.size, features.candidates, features.bounds)
 
     @property
     def best(self) -> Fit:

@@ -59,6 +59,8 @@ class ConvexTree(ABC):
         problem: f, its features and bounds.
         most: largest number of used features.
         candidates: features that may be used (p,).
+        bounds: of all coordinates, within which supports are fitted; None without any. The problem may have more bounds,
+            which hold for all vectors of interest.
 
     Attributes:
         nodes: number of nodes looked at.
@@ -66,16 +68,14 @@ class ConvexTree(ABC):
         margin: the largest allowance for rounding; it is subtracted from all bounds.
     """
 
-    def __init__(self, problem: SparseConvex, most: int, candidates: Booleans) -> None:
-        self.problem, self.most = problem, most
+    def __init__(self, problem: SparseConvex, most: int, candidates: Booleans, bounds: Bounds | None) -> None:
+        self.problem, self.most, self._bounds = problem, most, bounds
         self.nodes, self.dropped, self.margin = 0, np.inf, 0.0
         self._open: list[tuple[float, int, ConvexNode]] = []
         self._stack: list[ConvexNode] = []  # children of the node at hand, once the open nodes take too much memory
         self._stored = 0
         self._numbers = itertools.count()
         self._seen: set[bytes] = set()
-        bounded = bool((np.isfinite(problem.lower) | np.isfinite(problem.upper))[~problem.always].any())
-        self._bounds = Bounds(problem.lower, problem.upper) if bounded else None
         nothing = np.zeros(problem.features, dtype=np.bool_)
         self._push(ConvexNode(nothing, candidates, -np.inf, np.zeros(0, np.int64), np.zeros(0), 0.0))
 
@@ -242,6 +242,6 @@ class ConvexTree(ABC):
         """Fit a support that is decided, and bound it by its own tangent."""
         fit = self.fitted(used, start)
         self.take(fit, used)
-        tangent = self.problem.tangent(fit.theta, fit.value, fit.gradient)
-        self.margin = max(self.margin, tangent.margin)
-        self.dropped = min(self.dropped, tangent.bound(used, np.zeros_like(used), 0))
+        relaxed = self.problem.relax(used, np.zeros_like(used), 0, fit.theta, 0.0, self.limit)
+        self.margin = max(self.margin, relaxed.tangent.margin)
+        self.dropped = min(self.dropped, relaxed.bound)

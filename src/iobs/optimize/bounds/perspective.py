@@ -144,19 +144,24 @@ class SparseConvex:
         """The tangent at theta, given f and its gradient there."""
         smooth, slope = self.split(theta, value, gradient)
         costs, best = self.costs(slope)
+        if not np.isfinite(costs).all():
+            return Tangent(-np.inf, np.zeros(self.features), 0.0)
         always = float(costs[self.always].sum())
         base = smooth - float(slope @ theta) - always
         reach = self._lengths * (np.abs(theta) + np.abs(best))
         terms = abs(value) + abs(smooth) + float(np.abs(slope) @ (np.abs(theta) + np.abs(best)))
         terms += self.objective.slope_norm(theta) * float(reach.sum()) + float(np.abs(costs).sum())
-        return Tangent(base, self.by_feature(costs), 8 * _EPS * self._additions * terms)
+        margin = 8 * _EPS * self._additions * terms
+        if not np.isfinite(base - margin):  # overflow far from any minimiser, or a coordinate that nothing bounds
+            return Tangent(-np.inf, np.zeros(self.features), 0.0)
+        return Tangent(base, self.by_feature(costs), margin)
 
     def costs(self, slope: Array) -> tuple[Array, Array]:
         """c_i of every coordinate, and the v_i at which it is attained (d,) each."""
         with np.errstate(divide="ignore", invalid="ignore"):
             best = np.clip(-slope / self.ridge, self.lower, self.upper)
         best = np.where(slope == 0, 0.0, best)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             costs = np.where(np.isinf(best), np.inf, -slope * best - 0.5 * self.ridge * best**2)
         return costs, np.where(np.isinf(best), 0.0, best)
 
@@ -204,6 +209,8 @@ class SparseConvex:
             elif best[0] > enough:
                 break
             working = self._working(theta, held, limited, tangent.costs, room, price)
+            if not working.size:
+                break
             block = objective.hessian_block(theta, working)
             block[np.diag_indices(working.size)] -= self.ridge[working]
             point = theta[working].copy()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,15 @@ import numpy as np
 from scipy.linalg import eigh
 
 from iobs.errors import ProblemError
+from iobs.optimize.bounds.convex import FeatureProblem, NearOptimalSearch
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.design import Array, Indices, VectorLike
+from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import Problem, require_storable
 from iobs.optimize.refit.newton import Fit, inverse_block, refit
+from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto
 
 if TYPE_CHECKING:
@@ -44,16 +48,16 @@ class Member:
     """A model of a Rashomon set.
 
     Attributes:
-        support: sorted coordinates (k,), forced ones included.
-        coefficients: of the support (k,).
-        intercept: the constant; 0 if the objective has none.
+        support: sorted variables (k,), forced ones included.
+        coefficients: of the support (k,), or (C, k) where a variable has C of them.
+        intercept: the constant, or C constants (C,); 0 if the objective has none.
         loss: f of the fit on the support.
-        increases: rise of f if one coordinate of the support is left out and the others are fitted again (k,).
+        increases: rise of f if one variable of the support is left out and the others are fitted again (k,).
     """
 
     support: Indices
     coefficients: Array
-    intercept: float
+    intercept: float | Array
     loss: float
     increases: Array
 
@@ -129,8 +133,7 @@ class RashomonSet:
         uses, most = np.zeros(self.dimension, np.int64), np.zeros(self.dimension)
         least, without = np.full(self.dimension, np.inf), np.full(self.dimension, np.inf)
         for member in self.members:
-            used = member.support[member.support < self.dimension]
-            rises = member.increases[: used.size] / self._scale
+            used, rises = member.support, member.increases / self._scale
             uses[used] += 1
             most[used] = np.maximum(most[used], rises)
             least[used] = np.minimum(least[used], rises)
@@ -193,6 +196,8 @@ def rashomon_set(
     at_most: bool = False,
     seconds: float = 60.0,
     max_members: int = 20_000,
+    lower: float | VectorLike | None = None,
+    upper: float | VectorLike | None = None,
     seed: int = 0,
 ) -> RashomonSet:
     """Find every support of k coordinates whose loss is within a relative gap of the best loss.
@@ -201,31 +206,43 @@ def rashomon_set(
     Coordinates that f does not depend on are in no support. With more samples than columns the search is quick for some
     hundred columns. Where columns depend on each other it is little better than trying every support.
 
+    An interruption (Ctrl+C) of a search that is not of plain least squares returns the members found so far.
+
     Args:
-        objective: a convex quadratic: least squares, or an `iobs.Quadratic` of one row.
-        k: size of a support, forced coordinates not counted.
+        objective: a convex objective of `iobs.objectives`, or an `iobs.Quadratic` of one row.
+        k: size of a support, forced coordinates not counted; of an objective with several coefficients per feature the
+            number of features.
         gap: largest (f - f*) / |f*| of a member, f* being the best loss.
         at_most: whether supports of fewer than k coordinates are members too.
         seconds: time limit, compilation not counted; the result says whether the set is complete.
         max_members: the search stops, and the set is not complete, at more members.
+        lower: least value of every coefficient, at most 0; as `iobs.minimize`.
+        upper: largest value of every coefficient, at least 0.
         seed: random seed of the search for a first support.
 
     Raises:
-        ProblemError: f is not quadratic, unbounded below, or too large to store H; gap, seconds or max_members are out
-            of range.
+        ProblemError: f is not known to be convex, is unbounded below, has a coefficient that nothing bounds, or is a
+            quadratic too large to store H; gap, seconds or max_members are out of range.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
     objective = as_objective(objective)
-    if not objective.quadratic:
-        raise ProblemError("The Rashomon set needs a quadratic objective, such as LeastSquares; others have no bounds.")
     if not (gap >= 0 and np.isfinite(gap)) or not seconds >= 0 or max_members < 1:
         raise ProblemError(
             f"gap and seconds must not be negative and max_members at least 1, got {gap}, {seconds} and {max_members}."
         )
-    require_storable("Branch and bound stores H", objective.dimension)
+    features = objective.split(np.zeros(objective.dimension))[0].size
+    bounds = Bounds.of(lower, upper, features)
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     auto.compile_stages(objective)
     begun = time.perf_counter()
+    if not objective.quadratic or isinstance(objective, Tabled) or bounds is not None:
+        limited = None if bounds is None else bounds.extended(objective.dimension)
+        features_problem = FeatureProblem.of(problem, limited)
+        search = NearOptimalSearch(
+            features_problem, features_problem.first_fit(), gap, _EQUAL, at_most=at_most, max_members=max_members
+        )
+        return _of_convex(features_problem, search, begun, seconds)
+    require_storable("Branch and bound stores H", objective.dimension)
     first = list(auto.stages(problem))[-1].fit
     tree = RashomonTree(QuadraticArrays(problem), first.value, gap, at_most)
     reason = tree.run(begun + seconds, max_members)
@@ -400,6 +417,46 @@ def _member(objective: Objective, fit: Fit, loss: float) -> Member:
     increases = 0.5 * values**2 / np.maximum(inverse.diagonal(), 1e-300)
     coefficients, intercept = objective.split(fit.theta)
     return Member(fit.support, coefficients[fit.support], intercept, loss, increases)
+
+
+def _of_convex(features: FeatureProblem, search: NearOptimalSearch, begun: float, seconds: float) -> RashomonSet:
+    try:
+        reason = search.run(begun + seconds, max_nodes=sys.maxsize)
+    except KeyboardInterrupt:
+        reason = "the search was interrupted"
+    fits = sorted((fit for fit in search.fits.values() if fit.value <= search.limit), key=_by_loss)
+    below = min(search.lower, search.limit) if reason else search.limit
+    if len(fits) > search.max_members:
+        reason, below = f"there are more than {search.max_members:,} members", min(below, fits[search.max_members].value)
+    members = tuple(_convex_member(features, fit) for fit in fits[: search.max_members])
+    elapsed = time.perf_counter() - begun
+    variables = _variables(features.problem.objective)
+    return RashomonSet(
+        members, variables, search.best.value, search.gap, not reason, below, search.nodes, elapsed, reason
+    )
+
+
+def _variables(objective: Objective) -> int:
+    """The number of variables to choose from."""
+    coordinates = objective.split(np.zeros(objective.dimension))[0].size
+    return (coordinates - objective.forced.size) // objective.outputs if isinstance(objective, Tabled) else coordinates
+
+
+def _convex_member(features: FeatureProblem, fit: Fit) -> Member:
+    """The member of a fit; the rises are those of refits."""
+    objective, count = features.problem.objective, _variables(features.problem.objective)
+    several = objective.outputs if isinstance(objective, Tabled) else 1
+    used = np.unique(fit.support // several)
+    used = used[used < count]
+    increases = np.zeros(used.size)
+    for place, variable in enumerate(used):
+        rest = fit.support[fit.support // several != variable]
+        increases[place] = max(0.0, refit(objective, rest, fit.theta, bounds=features.bounds).value - fit.value)
+    if isinstance(objective, Tabled):
+        table, constants = objective.table(fit.theta)
+        return Member(used, table[:, used], constants, fit.value, increases)
+    coefficients, intercept = objective.split(fit.theta)
+    return Member(used, coefficients[used], intercept, fit.value, increases)
 
 
 def _expanded(tree: RashomonTree, support: Indices) -> Iterator[Indices]:
