@@ -22,7 +22,6 @@ from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 
 import iobs
-from iobs.optimize.bounds.branch_and_bound import certify
 
 
 def write_csv(file: Path) -> None:
@@ -52,7 +51,7 @@ def main(folder: Path) -> iobs.SparseRegressor:
 
     # No other five columns have a smaller squared error; this is a proof, not a search.
     objective = iobs.objectives.LeastSquares(data.data, data.target, intercept=True)
-    print(certify(objective, k=5).message)
+    print(iobs.certify(objective, k=5).message)
     return model
 
 

@@ -66,7 +66,8 @@ MODULES = {
         "curvature",
         "refit",
         "search",
-        "methods bounds estimators",
+        "bounds",
+        "methods estimators",
         "minimize",
     ],
 }

@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from iobs.models import load
     from iobs.models.packed import load_packed, save_packed
     from iobs.optimize import objectives
+    from iobs.optimize.bounds.branch_and_bound import certify
     from iobs.optimize.bounds.rashomon import RashomonSet, rashomon_set
     from iobs.optimize.estimators import (
         SparseClassifier,
@@ -88,6 +89,7 @@ __all__ = [
     "WoodFisher",
     "accelerate",
     "audit",
+    "certify",
     "errors",
     "export",
     "fold",
@@ -116,6 +118,7 @@ _HOMES = {
     "iobs.inference": ("accelerate",),
     "iobs.models": ("load",),
     "iobs.models.packed": ("load_packed", "save_packed"),
+    "iobs.optimize.bounds.branch_and_bound": ("certify",),
     "iobs.optimize.bounds.rashomon": ("RashomonSet", "rashomon_set"),
     "iobs.optimize.estimators": (
         *("SparseClassifier", "SparseCox", "SparseInteractions", "SparseMultiTaskRegressor", "SparseRegressor"),

@@ -18,7 +18,6 @@ from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.minimize import minimize
-from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
 
@@ -129,8 +128,6 @@ def test_certify_raises_or_reports_no_bound(rng, monkeypatch):
     assert certify(LeastSquares(X, rng.standard_normal(20), ridge=30.0), 2).gap <= 1
     with pytest.raises(NotPositiveDefiniteError, match="negative eigenvalue"):
         certify(QuadraticObjective(np.eye(3) + 2 * np.ones((3, 3)) - 2 * np.eye(3), np.ones(3), constant=1.0), 1)
-    with pytest.raises(ProblemError, match="quadratic"):
-        certify(Logistic(X, rng.random(20) < 0.5), 3)
     monkeypatch.setattr(branch_and_bound, "DENSE_LIMIT", 2048)  # a larger problem is screened first
     coupled = certify(LeastSquares(rng.standard_normal((3, 2100)), np.ones(3)), 2)
     assert not coupled.closed

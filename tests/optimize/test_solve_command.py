@@ -90,7 +90,6 @@ def test_solve_takes_counts_with_poisson_loss(numbers, rng, tmp_path):
         (lambda t: t, ("--loss", "hinge"), DataError, "--loss must be"),
         (lambda t: t, ("--force", "zz"), DataError, "force in"),
         (lambda t: t, ("--drop", "zz"), DataError, "no column 'zz'"),
-        (lambda t: t, ("--loss", "logistic", "--near", 0.1), DataError, "needs --loss squared"),
         (lambda t: t, ("-o", "/nowhere/at/all.json"), IOBSError, "Cannot write"),
     ],
 )
@@ -253,6 +252,34 @@ def test_near_lists_every_model_within_the_gap(tmp_path, rng):
     shown = run("solve", file, "--target", "price", "-k", 2, "--near", "1%")
     assert "proved complete" in shown
     assert "c0 c3" in shown
+
+
+@pytest.mark.parametrize("limits", [[], ["--non-negative", "--upper", "1"]])
+def test_near_and_certify_take_classes_and_bounds(limits, tmp_path, rng):
+    X = rng.standard_normal((80, 6))
+    y = (X[:, 0] + X[:, 1] + rng.standard_normal(80) > 0).astype(float)
+    file = _csv(tmp_path / "t.csv", X, y)
+    model = json.loads(
+        run(
+            "solve",
+            file,
+            "--target",
+            "price",
+            "-k",
+            2,
+            "--ridge",
+            0.01,
+            "--near",
+            "2%",
+            "--certify",
+            20,
+            "--json",
+            *limits,
+        )
+    )
+    assert model["near_optimal"]["complete"]
+    assert model["near_optimal"]["models"][0]["features"] == ["c0", "c1"]
+    assert model["certificate"].startswith(("a global minimiser", "within"))
 
 
 def _claims(tmp_path, rng, n=300):

@@ -13,6 +13,7 @@ from iobs.cli.solve_options import CoefficientLimits, ColumnSelection, Proofs, T
 
 if TYPE_CHECKING:
     from iobs.cli.solution import JSONObject, SolveResult
+    from iobs.optimize.objectives.design import Array
 
 _NEAR_SECONDS = 60.0  # time limit of --near without --certify
 
@@ -56,10 +57,9 @@ def solve(
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.solve_inputs import read_regression
     from iobs.data.tables import read_table
-    from iobs.errors import DataError
 
     selection.check(columns, limits, k, proofs)
-    proofs.check(columns, limits)
+    proofs.check(columns)
     if not ridge < math.inf:
         raise typer.BadParameter("give a finite number", param_hint="--ridge")
     missing = options.missing(columns.missing)
@@ -76,10 +76,6 @@ def solve(
         target_classes=loss == "logistic",
     )
     problem = read_regression(table, columns, loss, limits, ridge)
-    if proofs.near is not None and problem.loss != "squared":
-        raise DataError(
-            f"--near needs --loss squared, which has bounds that prove the list complete; got {problem.loss}."
-        )
     with ConsoleSteps("searching") as steps:
         if selection.select == "knockoff":
             result = solution.knockoff_columns(problem, 0.1 if selection.fdr is None else selection.fdr, seed)
@@ -129,11 +125,18 @@ def _certificate(result: SolveResult, seconds: float) -> str:
     from iobs.errors import NotPositiveDefiniteError, ProblemError
     from iobs.optimize.bounds.branch_and_bound import certify
 
+    path, k = result.path, result.estimator.k_
+    lower, upper = _limits(result)
     try:
-        path = result.path
-        return certify(path.objective, result.estimator.k_, fit=path.fit, seconds=seconds).message
+        return certify(path.objective, k, fit=path.fit, seconds=seconds, lower=lower, upper=upper).message
     except (NotPositiveDefiniteError, ProblemError) as error:
         return f"1-swap optimal; no bound: {error}"
+
+
+def _limits(result: SolveResult) -> tuple[Array | None, Array | None]:
+    """The lower and the upper bounds of the coefficients."""
+    bounds = result.problem.bounds
+    return (None, None) if bounds is None else (bounds.lower, bounds.upper)
 
 
 def _near_optimal(result: SolveResult, gap: float, seconds: float) -> JSONObject:
@@ -141,7 +144,10 @@ def _near_optimal(result: SolveResult, gap: float, seconds: float) -> JSONObject
     from iobs.optimize.bounds.rashomon import rashomon_set
 
     names = result.problem.names
-    models = rashomon_set(result.path.objective, result.estimator.k_, gap=gap, seconds=seconds)
+    lower, upper = _limits(result)
+    models = rashomon_set(
+        result.path.objective, result.estimator.k_, gap=gap, seconds=seconds, lower=lower, upper=upper
+    )
     scale = max(abs(models.best), 1e-300)
     return {
         "gap": gap,

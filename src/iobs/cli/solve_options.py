@@ -146,9 +146,9 @@ class Proofs:
     """Options that ask for proofs about the best columns.
 
     Attributes:
-        certify (SECONDS): Bound the distance from the best support; squared loss only.
+        certify (SECONDS): Bound the distance from the best support.
         near (GAP): List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with a
-            proof that none is missing; squared loss only. The time limit is that of --certify, else 60 s.
+            proof that none is missing. The time limit is that of --certify, else 60 s.
     """
 
     certify: Annotated[float | None, typer.Option(min=0)] = None
@@ -157,11 +157,10 @@ class Proofs:
     def __bool__(self) -> bool:
         return self.certify is not None or self.near is not None
 
-    def check(self, columns: TableColumns, limits: CoefficientLimits) -> None:
-        """Refuse numbers that are not finite, and proofs about whole categories or bounded coefficients."""
+    def check(self, columns: TableColumns) -> None:
+        """Refuse numbers that are not finite, and proofs about whole categories or products."""
         others = {
             "about --interactions": columns.interactions is not None,
-            "within bounds": bool(limits),
             "about --whole-categories": columns.whole_categories,
         }
         for name, value in others.items():

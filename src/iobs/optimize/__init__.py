@@ -7,8 +7,8 @@ Packages; each imports only from packages before it (`tests/test_floors.py`):
     curvature   quadratic models of f: which Hessian a method uses
     refit       minimising f on a given support
     search      the search for a support: pursuits, swaps, paths
-    methods     update rules, one file each, and their names
     bounds      lower bounds: how far an answer can be from the best support
+    methods     update rules, one file each, and their names
     estimators  scikit-learn estimators
     minimize    iobs.minimize
 """

@@ -17,6 +17,7 @@ from iobs.errors import NonFiniteError, ProblemError, is_a
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.methods.best_known import BestKnown
+from iobs.optimize.methods.exact import Exact
 from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
@@ -94,7 +95,8 @@ def minimize(
     Args:
         objective: one of `iobs.objectives`, any `Objective`, or an `iobs.Quadratic` of one row.
         k: largest number of non-zeros; forced coordinates (such as an intercept) are not counted.
-        method: "auto" (best known), a name in `iobs.optimize.methods.registry.METHODS`, or an instance.
+        method: "auto" (best known), "exact" (the best support, proved, however long it takes; Ctrl+C ends the proof,
+            and the message has the gap), a name in `iobs.optimize.methods.registry.METHODS`, or an instance.
         theta0: start (d,), possibly dense; zero if not given.
         damping: relative to mean diag(H), for methods that factorise H or an approximation of it; None lets the method
             choose. "regularised_newton", "cubic_newton", "nhtp" and "fnhtp" adapt their damping or have none, and
@@ -105,7 +107,7 @@ def minimize(
         callback: called with the record and theta after every step; returning True stops the run.
         lower: least value of every coefficient, a number or one for each (d,). It is at most 0, because a coefficient
             that is not chosen is 0. With 0 the coefficients are non-negative. An intercept has no bound.
-        upper: largest value of every coefficient, at least 0. Bounds work with method "auto" only.
+        upper: largest value of every coefficient, at least 0. Bounds work with the methods "auto" and "exact" only.
 
     Returns:
         The feasible iterate with the lowest loss after the start, and the history of all steps.
@@ -211,9 +213,9 @@ def _method(method: str | Method) -> Method:
 
 
 def _bounded(method: str | Method, bounds: Bounds) -> Method:
-    if method != "auto":
-        raise ProblemError('Bounds on the coefficients work with method="auto" only; leave the method out.')
-    return BestKnown(bounds=bounds)
+    if method not in ("auto", "exact"):
+        raise ProblemError('Bounds on the coefficients work with the methods "auto" and "exact" only.')
+    return BestKnown(bounds=bounds) if method == "auto" else Exact(bounds=bounds)
 
 
 def _leave(problem: Problem, start: Array | None) -> Array | None:

@@ -108,13 +108,14 @@ def certify(
     if not isinstance(fit, Fit | None):
         raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
     limits = ProofLimits(gap, begun, seconds, max_nodes)
+    several = objective.outputs if isinstance(objective, Tabled) else 1
+    if fit is not None and np.setdiff1d(fit.support, problem.forced).size > k * several:
+        raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if general:
         limited = None if bounds is None else bounds.extended(objective.dimension)
         return certify_convex(problem, limited, fit, limits, on_progress)
     if fit is None:
         fit = list(auto.stages(problem))[-1].fit
-    if np.setdiff1d(fit.support, problem.forced).size > k:
-        raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if objective.dimension > DENSE_LIMIT:
         return _certify_screened(problem, fit, limits)
     tree = CertificateTree(QuadraticArrays(problem), fit, limits)

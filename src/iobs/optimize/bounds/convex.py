@@ -6,7 +6,6 @@ ridge or bounds. Where it has neither, bounds on it follow from the data and the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -198,7 +197,7 @@ def certify_convex(
     Raises:
         ProblemError: as `FeatureProblem`.
     """
-    features = FeatureProblem.of(problem, bounds)
+    features = FeatureProblem.of(problem.without_copies(bounded=bounds is not None), bounds)
     fit = features.first_fit() if fit is None else fit
     search = CertificateSearch(features, fit, limits, on_progress)
     try:
@@ -206,7 +205,7 @@ def certify_convex(
     except KeyboardInterrupt:
         reason = "the search was interrupted"
     best = _on_given(problem.objective, search.best, features.bounds)
-    lower = min(search.lower, best.value)
+    lower = min(search.lower + search.margin, best.value)
     return summarised(
         lower, best, problem.at_zero[0], limits, search.nodes, search.margin,
         reason or "no part of the search tree is left", complete=False,

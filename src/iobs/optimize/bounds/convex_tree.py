@@ -59,7 +59,7 @@ class ConvexTree(ABC):
         problem: f, its features and bounds.
         most: largest number of used features.
         candidates: features that may be used (p,).
-        bounds: of all coordinates, within which supports are fitted; None without any. The problem may have more bounds,
+        bounds: of all coordinates, within which supports are fitted; None without any. The problem may have more,
             which hold for all vectors of interest.
 
     Attributes:
@@ -197,7 +197,9 @@ class ConvexTree(ABC):
         """The two nodes that differ by the use of one feature."""
         shares = np.where(free, relaxed.shares, -1.0)
         between = np.minimum(shares, 1.0 - shares)
-        chosen = int(np.argmax(between)) if between.max() > 1e-3 else int(np.argmax(shares + 1e-9 * relaxed.tangent.costs))
+        chosen = (
+            int(np.argmax(between)) if between.max() > 1e-3 else int(np.argmax(shares + 1e-9 * relaxed.tangent.costs))
+        )
         children = []
         for use in (False, True):
             now_used, now_free = used.copy(), free.copy()
@@ -229,7 +231,9 @@ class ConvexTree(ABC):
         if len(self._seen) < _SEEN:
             self._seen.add(key)
         start = np.where(used[self.problem.owner] | self.problem.always, start, 0.0)
-        relaxed = self.problem.relax(used, nothing, 0, start, 0.0, self.limit)  # stops once its bound is above the limit
+        relaxed = self.problem.relax(
+            used, nothing, 0, start, 0.0, self.limit
+        )  # stops once its bound is above the limit
         if relaxed.bound <= self.limit:
             self.take(self.fitted(used, relaxed.theta), used)
 

@@ -168,11 +168,9 @@ class SparseConvex:
     def by_feature(self, values: Array) -> Array:
         """Sums over the coordinates of every feature (p,)."""
         inside = ~self.always
-        return np.bincount(self.owner[inside], values[inside], minlength=self.features)
+        return np.asarray(np.bincount(self.owner[inside], values[inside], minlength=self.features), dtype=np.float64)
 
-    def relax(
-        self, used: Booleans, free: Booleans, room: int, start: Array, price: float, enough: float
-    ) -> Relaxed:
+    def relax(self, used: Booleans, free: Booleans, room: int, start: Array, price: float, enough: float) -> Relaxed:
         """Solve the relaxation of a node.
 
         Args:

@@ -427,7 +427,10 @@ def _of_convex(features: FeatureProblem, search: NearOptimalSearch, begun: float
     fits = sorted((fit for fit in search.fits.values() if fit.value <= search.limit), key=_by_loss)
     below = min(search.lower, search.limit) if reason else search.limit
     if len(fits) > search.max_members:
-        reason, below = f"there are more than {search.max_members:,} members", min(below, fits[search.max_members].value)
+        reason, below = (
+            f"there are more than {search.max_members:,} members",
+            min(below, fits[search.max_members].value),
+        )
     members = tuple(_convex_member(features, fit) for fit in fits[: search.max_members])
     elapsed = time.perf_counter() - begun
     variables = _variables(features.problem.objective)

@@ -6,7 +6,8 @@ Let U be these coordinates. A tangent at any point w says of every vector v that
 
 Points w whose slope g_U is a multiple of +-e_a bound v_a from both sides. They are found from the minimiser by steps
 with the inverse Hessian there. What is left of the other slopes is accounted for: with h_a = (ceiling - L) / |g_a| and
-A_ai = |g_i| / |g_a|, every such v has |v_U| <= h + A |v_U|, so |v_U| <= (I - A)^-1 h if the rows of A sum to less than 1.
+A_ai = |g_i| / |g_a|, every such v has |v_U| <= h + A |v_U|. So |v_U| <= (I - A)^-1 h if the rows of A sum to less than
+1.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _reached(
     if not (factor.diagonal() ** 2 > 1e-10 * block.diagonal()).all():
         weakest = int(places[np.argmin(factor.diagonal() ** 2 / block.diagonal())])
         raise ProblemError(_UNBOUNDED.format(weakest))
-    inverse = np.linalg.inv(block)
+    inverse = np.asarray(np.linalg.inv(block), dtype=np.float64)
     within = problem.within(places, 0.0, 0.0)
     ridge = problem.ridge.copy()
     ridge[places] = 0.0  # a weak ridge counts as part of F
@@ -117,7 +118,9 @@ def _one_side(
     """
     best, best_rest = np.inf, np.zeros(places.size)
     # The least h_a = (missing + slope^2 / 2 V_aa) / slope of a quadratic f.
-    size = float(np.sqrt(2 * max(_missing(problem, point, level)[0], 1e-12 * abs(level.ceiling)) / inverse[number, number]))
+    size = float(
+        np.sqrt(2 * max(_missing(problem, point, level)[0], 1e-12 * abs(level.ceiling)) / inverse[number, number])
+    )
     for scale in _SCALES:
         wanted = np.zeros(places.size)
         wanted[number] = sign * scale * size

@@ -8,11 +8,13 @@ from iobs.optimize.curvature.kinds import DiagonalHessian, EmpiricalFisher, Full
 from iobs.optimize.methods import baselines, subproblem
 from iobs.optimize.methods.base import Method
 from iobs.optimize.methods.best_known import BestKnown
+from iobs.optimize.methods.exact import Exact
 from iobs.optimize.methods.gradient import HardThresholding, StochasticIOBS
 from iobs.optimize.methods.sparse_newton import RegularisedNewton, SparseNewton
 
 METHODS: dict[str, Callable[[], Method]] = {
     "auto": BestKnown,
+    "exact": Exact,
     # Curvature x solver of the subproblem.
     "iht": HardThresholding,
     "stochastic_iht": lambda: HardThresholding(batch=32),

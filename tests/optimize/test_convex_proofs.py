@@ -1,0 +1,252 @@
+"""Certificates and near-optimal sets of generalised linear models, Cox regression and bounded problems: enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+import iobs
+from iobs.errors import ProblemError
+from iobs.optimize.bounds.certificate import ProofLimits
+from iobs.optimize.bounds.convex import CertificateSearch, FeatureProblem
+from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie, from_torch
+from iobs.optimize.objectives.tabled import Multinomial
+from iobs.optimize.problem import Problem
+from iobs.optimize.refit.newton import refit
+from iobs.optimize.refit.within import Bounds
+
+_FAMILIES = ("logistic", "poisson", "negative binomial", "gamma", "tweedie", "cox", "multinomial", "least squares")
+
+
+def _objective(family, X, margin, rng, options):
+    """A random objective of a family, with finite minimisers."""
+    n, mean = margin.size, np.exp(margin)
+    first = np.arange(n) == 0
+    if family == "logistic":
+        labels = (rng.random(n) < mean / (1 + mean)).astype(float)
+        labels[:2] = 0, 1
+        return Logistic(X, labels, **options)
+    if family == "poisson":
+        return Poisson(X, rng.poisson(mean) + first, **options)
+    if family == "negative binomial":
+        return NegativeBinomial(X, rng.poisson(mean) + first, **options)
+    if family == "gamma":
+        return Gamma(X, mean * rng.gamma(2, 0.5, n) + 1e-3, **options)
+    if family == "tweedie":
+        return Tweedie(X, mean * rng.gamma(2, 0.5, n) * (rng.random(n) < 0.8) + first, **options)
+    if family == "cox":
+        options = {name: value for name, value in options.items() if name != "intercept"}
+        return Cox(X, rng.exponential(1 / mean), np.append(1, rng.random(n - 1) < 0.7), **options)
+    if family == "multinomial":
+        labels = np.where(rng.random(n) < 0.5, rng.integers(0, 3, n), np.digitize(margin, [-0.5, 0.5]))
+        labels[:3] = 0, 1, 2
+        return Multinomial(X, labels, 3, ridge=max(options["ridge"], 0.1))
+    return LeastSquares(X, margin + rng.standard_normal(n), **options)
+
+
+def _random_problem(seed):
+    """(objective, k, limit of the coefficients or None) of any family, design and ridge."""
+    rng = np.random.default_rng(seed)
+    family, p = _FAMILIES[seed % len(_FAMILIES)], int(rng.integers(3, 9))
+    n = int(p * rng.choice([2, 4, 10])) + 2
+    X = (rng.standard_normal((n, p)) + rng.choice([0, 1.0]) * rng.standard_normal((n, 1))) * 10 ** rng.uniform(
+        -0.5, 0.5, p
+    )
+    margin = np.clip(X @ (rng.standard_normal(p) * (rng.random(p) < 0.5)) / X.std(), -3, 3)
+    ridge = float(rng.choice([0.1, 1.0, 10.0]) if seed % 3 else rng.choice([0.0, 1e-6, 1e-3]))
+    options = {"ridge": ridge, "intercept": bool(rng.random() < 0.5), "forced": [0] if rng.random() < 0.3 else []}
+    limit = float(rng.choice([0.5, 0.2])) if rng.random() < 0.5 and family != "multinomial" else None
+    return _objective(family, X, margin, rng, options), int(rng.integers(1, p - 1)), limit
+
+
+def _bounds(objective, limit):
+    if limit is None:
+        return None
+    features = objective.split(np.zeros(objective.dimension))[0].size
+    return Bounds.of(-limit, limit, features).extended(objective.dimension)
+
+
+def _best(objective, k, limit):
+    """The least value over all supports of k features."""
+    several = getattr(objective, "outputs", 1)
+    free = np.setdiff1d(np.arange(objective.dimension), objective.forced).reshape(-1, several)
+    supports = (
+        np.union1d(free[list(chosen)], objective.forced) for chosen in itertools.combinations(range(len(free)), k)
+    )
+    return min(
+        refit(objective, support.astype(np.int64), bounds=_bounds(objective, limit)).value for support in supports
+    )
+
+
+def _limits(limit):
+    return {} if limit is None else {"lower": -limit, "upper": limit}
+
+
+def _check(seed):
+    """Compare a certificate with enumeration; return False where the problem is refused."""
+    objective, k, limit = _random_problem(seed)
+    try:
+        found = iobs.certify(objective, k, seconds=100, **_limits(limit))
+    except ProblemError:  # without ridge: separable classes, or as many columns as samples
+        return False
+    best = _best(objective, k, limit)
+    rounding = 1e-8 * abs(best)  # of the reference
+    assert found.lower - found.margin <= best + rounding, seed
+    assert best - rounding <= found.upper <= best + 1.001e-4 * abs(best) + rounding, seed
+    assert found.closed, (seed, found.message)
+    return True
+
+
+_BATCHES = [pytest.param(range(start, start + 100), marks=pytest.mark.slow) for start in range(0, 2000, 100)]
+
+
+@pytest.mark.filterwarnings("ignore::iobs.errors.SeparationWarning")
+@pytest.mark.parametrize(
+    "seeds",
+    [*(range(start, start + 8) for start in range(3000, 3096, 8)), *_BATCHES],
+    ids=lambda seeds: f"{seeds.start}-{seeds.stop}",
+)
+def test_certificates_of_all_families_agree_with_enumeration(seeds):
+    assert np.mean([_check(seed) for seed in seeds]) > 0.8
+
+
+def test_every_tangent_bounds_every_node(rng):
+    for seed in range(8):
+        objective, k, limit = _random_problem(seed)
+        if not objective.ridge.all() and limit is None:
+            continue
+        features = FeatureProblem.of(Problem(objective, k), _bounds(objective, limit))
+        fit = features.first_fit()
+        convex = features.relaxable(fit, fit.value)
+        best = _best(objective, k, limit)
+        nothing = np.zeros(convex.features, dtype=np.bool_)
+        for _ in range(20):
+            theta = fit.theta + rng.standard_normal(fit.theta.size) * 10.0 ** rng.uniform(-3, 0)
+            tangent = convex.tangent(theta, *convex.objective.value_and_gradient(theta))
+            assert tangent.bound(nothing, ~nothing, k) <= best * (1 + 1e-9), seed
+
+
+def _near(seed, most):
+    """Compare a near-optimal set with enumeration; return its size."""
+    rng = np.random.default_rng(seed)
+    p = int(rng.integers(5, most + 1))
+    k, n = int(rng.integers(1, 5 if p <= 12 else 4)), int(p * rng.choice([2, 5, 20]))
+    X = rng.standard_normal((n, p)) + rng.choice([0, 1.0]) * rng.standard_normal((n, 1))
+    ridge = float(rng.choice([0.0, 0.1, 1.0]))
+    if ridge and seed % 5 == 0:
+        X[:, 0] = X[:, 1]
+    margin = np.clip(0.5 * X @ (rng.choice([-1.0, 1.0], p) * (rng.random(p) < 0.3)), -3, 2)
+    forced = [1] if rng.random() < 0.2 else []
+    options = {"ridge": ridge, "intercept": bool(rng.random() < 0.5), "forced": forced}
+    objective = _objective("poisson" if seed % 2 else "logistic", X, margin, rng, options)
+    gap, at_most = float(rng.choice([0.0, 0.02, 0.2, 0.5])), bool(rng.random() < 0.4)
+    try:
+        found = iobs.rashomon_set(objective, k, gap=gap, at_most=at_most, max_members=10**6, seconds=300)
+    except ProblemError:
+        return 0
+    losses = {}
+    for size in range(0 if at_most else k, k + 1):
+        for chosen in itertools.combinations(np.setdiff1d(range(p), forced), size):
+            support = np.union1d(chosen, objective.forced).astype(np.int64)
+            losses[tuple(support[support < p].tolist())] = refit(objective, support).value
+    best = min(losses.values())
+    ceiling, rounding = best * (1 + gap) + 1e-9 * abs(best), 1e-9 * abs(best)
+    supports = [tuple(member.support.tolist()) for member in found]
+    assert found.complete, (seed, found.message)
+    assert len(set(supports)) == len(supports), seed
+    assert {support for support, loss in losses.items() if loss <= ceiling - rounding} <= set(supports), seed
+    assert set(supports) <= {support for support, loss in losses.items() if loss <= ceiling + rounding}, seed
+    for member in found.members[:3]:
+        assert member.loss == pytest.approx(losses[tuple(member.support)], rel=1e-9), seed
+        for j, rise in zip(member.support, member.increases, strict=True):
+            rest = np.union1d(np.setdiff1d(member.support, j), objective.forced[objective.forced >= p])
+            assert rise == pytest.approx(refit(objective, rest.astype(np.int64)).value - member.loss, abs=1e-7), seed
+    return len(found)
+
+
+_NEAR_BATCHES = [pytest.param(range(start, start + 30), 22, marks=pytest.mark.slow) for start in range(0, 300, 30)]
+
+
+@pytest.mark.filterwarnings("ignore::iobs.errors.SeparationWarning")
+@pytest.mark.parametrize(
+    ("seeds", "most"), [*((range(start, start + 4), 9) for start in range(400, 424, 4)), *_NEAR_BATCHES]
+)
+def test_near_optimal_sets_of_counts_and_classes_equal_enumeration(seeds, most):
+    assert sum(_near(seed, most) for seed in seeds) > 0
+
+
+def test_near_optimal_sets_of_classes_within_bounds_and_of_several_classes(rng):
+    X = rng.standard_normal((80, 6))
+    margin = X[:, :2].sum(axis=1)
+    within = iobs.rashomon_set(_objective("least squares", X, margin, rng, {}), 2, gap=0.3, lower=-0.5, upper=0.5)
+    assert within.complete
+    assert all(np.abs(member.coefficients).max() <= 0.5 for member in within)
+    several = iobs.rashomon_set(_objective("multinomial", X, margin, rng, {"ridge": 1.0}), 2, gap=0.2)
+    assert several.complete
+    assert several.dimension == 6
+    assert several.members[0].coefficients.shape == (3, 2)
+    assert "of 6 variables" in several.table()
+
+
+@pytest.mark.parametrize("limit", [None, 0.4])
+def test_the_exact_method_finds_and_proves_the_best_support(limit, rng):
+    X = rng.standard_normal((60, 7))
+    objective = _objective("logistic", X, X[:, 0] - X[:, 3], rng, {"ridge": 0.5, "intercept": True})
+    result = iobs.minimize(objective, 3, method="exact", **_limits(limit))
+    assert result.loss == pytest.approx(_best(objective, 3, limit), rel=1e-9)
+    assert "a global minimiser" in result.message
+
+
+def test_an_interruption_gives_the_gap_so_far(rng, monkeypatch):
+    X = rng.standard_normal((60, 60)) + rng.standard_normal((60, 1))
+    objective = _objective("logistic", X, X[:, :8].sum(axis=1), rng, {"ridge": 0.1})
+    seen = []
+
+    def stop(progress):
+        seen.append(str(progress))
+        if progress.nodes > 3:
+            raise KeyboardInterrupt
+
+    class Impatient(CertificateSearch):
+        def stopped(self):
+            self._next = 0.0
+            return super().stopped()
+
+    monkeypatch.setattr("iobs.optimize.bounds.convex.CertificateSearch", Impatient)
+    found = iobs.certify(objective, 8, on_progress=stop)
+    assert not found.closed
+    assert "interrupted" in found.message
+    assert found.lower < found.upper
+    assert "open" in seen[-1]
+
+
+def test_a_search_goes_on_where_it_stopped_and_depth_first_without_memory(rng, monkeypatch):
+    X = rng.standard_normal((60, 20)) + rng.standard_normal((60, 1))
+    objective = _objective("poisson", X, 0.2 * X[:, :4].sum(axis=1), rng, {"ridge": 1.0})
+    features = FeatureProblem.of(Problem(objective, 4), None)
+    limits = ProofLimits(1e-4, time.perf_counter(), 100.0, 10**6)
+    bounds = []
+    for memory in (1 << 30, 0):
+        monkeypatch.setattr("iobs.optimize.bounds.convex_tree._STORED_BYTES", memory)
+        search = CertificateSearch(features, refit(objective, np.arange(4)), limits)
+        while search.run(np.inf, search.nodes + 5):
+            bounds.append(search.lower)
+            assert search.lower <= search.best.value
+        assert search.best.value - search.lower <= 1.01e-4 * search.best.value
+    assert len(bounds) > 4
+
+
+def test_what_no_bound_covers_is_refused(rng):
+    X = rng.standard_normal((20, 30))
+    with pytest.raises(ProblemError, match="Give a ridge, or"):
+        iobs.certify(Logistic(X, rng.random(20) < 0.5), 3)
+    with pytest.raises(ProblemError, match="convex objective"):
+        iobs.certify(from_torch(lambda theta: (theta**4).sum(), 5), 2)
+    objective = _objective("multinomial", X, X[:, 0], rng, {"ridge": 1.0})
+    with pytest.raises(ProblemError, match="one coefficient for each feature"):
+        iobs.certify(objective, 2, lower=-1.0)
+    with pytest.raises(ProblemError, match="more than k = 1"):
+        iobs.certify(objective, 1, fit=refit(objective, np.arange(9)))
