@@ -22,7 +22,7 @@ from rows import Row, Rows, read, stamp
 
 import iobs
 from iobs.core.patterns import Pattern
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 from iobs.pruning.recipe import BlockFit
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "depth.png"

@@ -21,8 +21,8 @@ import torch
 from rows import require_data
 
 import iobs
+from iobs.pruning.callbacks import ProgressBar
 from iobs.pruning.cost import prices
-from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Recipe
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from scale_report import record
 
 import iobs
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fits
 from iobs.pruning.runtime.ranks import joined

@@ -31,8 +31,7 @@ from scale_report import record
 
 import iobs
 from iobs.core.memory import resident
-from iobs.models.streamed import BlockWriter, StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import BlockWriter, StreamedModel, StreamedStore
 from iobs.models.weights import Entry, ShardWriter
 from iobs.pruning.calibration import replay as stream
 from iobs.pruning.calibration.gram import Gram

@@ -35,8 +35,8 @@ from iobs.pruning.samples import batches
 from iobs.pruning.structure.config_widths import ConfigWidths, widths_of
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import Site, checked_sites
-from iobs.pruning.structure.traced_batches import shortened
-from iobs.pruning.widths.clock import Example, called_in
+from iobs.pruning.structure.trace import shortened
+from iobs.pruning.widths.latency import Example, called_in
 
 ensure_torchvision()
 

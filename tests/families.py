@@ -12,7 +12,7 @@ from torch import nn
 
 import iobs
 from iobs.models import ensure_torchvision
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 
 ensure_torchvision()
 

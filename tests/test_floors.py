@@ -42,7 +42,6 @@ MODULES = {
         "runtime",
         "forecast",
         "callbacks",
-        "progress",
         "calibration",
         "audit",
         "store",

@@ -20,7 +20,7 @@ from iobs.inference.decoder import Decoder
 from iobs.inference.storing import bytes_held, replace_layers, stored_matrices
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.packed import open_packed
-from iobs.report.running import RunningRow, running_figure, running_line, running_notes, running_table
+from iobs.report.comparisons import RunningRow, running_figure, running_line, running_notes, running_table
 
 ROWS = [
     RunningRow("dense float32", 10.0, "tokens/s", 90.0, {"matrices": 3_000_000, "embeddings": 1_000_000}, 9_000_000),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from iobs.cli import app
 from iobs.cli import compare as compare_command
 from iobs.cli.compare import PEERS, PRESETS, SOLVERS
-from iobs.pruning.baselines.projection import METHODS
+from iobs.pruning.baselines import METHODS
 from iobs.pruning.recipe import CBS, WoodFisher
 
 CLASSIFIER = """

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from iobs import models
 from iobs.cli import app
-from iobs.cli.progress import Watch
+from iobs.cli.running import Watch
 
 WAYS = {"in memory": (), "low memory": ("--low-memory",)}
 

@@ -9,7 +9,7 @@ import pytest
 
 from iobs.cli import console
 from iobs.cli.console import ConsoleSteps
-from iobs.cli.progress import Watch
+from iobs.cli.running import Watch
 from iobs.pruning.report import LayerRecord, RoundRecord
 from iobs.pruning.runtime import ranks as distributed
 

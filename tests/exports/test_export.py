@@ -13,8 +13,7 @@ from iobs.cli.export import NAMES
 from iobs.errors import ModelError, NonFiniteError, OutputError
 from iobs.exports import TARGETS, to_compressed_tensors
 from iobs.exports.graph import inputs_of, single
-from iobs.exports.source import source_of
-from iobs.exports.values import exact_codes, nearest_codes
+from iobs.exports.source import exact_codes, nearest_codes, source_of
 
 
 def test_command_names_the_targets_of_the_library():

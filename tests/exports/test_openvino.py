@@ -8,7 +8,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ModelError
-from iobs.exports.values import choose_codes
+from iobs.exports.source import choose_codes
 
 openvino = pytest.importorskip("openvino")
 pytest.importorskip("onnx")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import iobs
 from iobs.errors import ModelError
-from iobs.exports.llama_like import LayerWidths, widths_of_layers
+from iobs.exports.source import LayerWidths, widths_of_layers
 from iobs.models.modeling_decilm import DeciLMConfig, DeciLMForCausalLM
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import iobs
 from iobs.data.sources import embedded_text
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 
 BEST = iobs.Recipe.preset("best")
 # Without trials of rates, which take most of the time; "best, whole" has them.

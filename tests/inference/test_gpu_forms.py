@@ -19,9 +19,8 @@ from torch.sparse import _semi_structured_conversions as layout
 
 import iobs
 from iobs.errors import ModelError, ProblemError
-from iobs.inference import choices, gpu, offsets
-from iobs.inference.gpu import is_two_four, no_two_four
-from iobs.inference.offsets import OffsetLinear, packed, smallest
+from iobs.inference import choices, gpu
+from iobs.inference.gpu import OffsetLinear, is_two_four, no_two_four, packed, smallest
 
 AMPERE = (8, 0)
 
@@ -152,7 +151,7 @@ def test_few_tokens_of_a_layer_of_offsets_take_the_kernel(interpreted, monkeypat
     layer, calls, multiply = sparse(20, 70), [], interpreted.multiply
     form = OffsetLinear(layer)
     monkeypatch.setattr(interpreted, "multiply", lambda *given: calls.append(1) or multiply(*given))
-    monkeypatch.setattr(offsets, "_has_kernel", lambda given: True)
+    monkeypatch.setattr(gpu, "_has_kernel", lambda given: True)
     torch.testing.assert_close(form(torch.ones(1, 2, 70)), layer(torch.ones(1, 2, 70)))
     assert calls == [1]
     torch.testing.assert_close(form(torch.ones(9, 70)), layer(torch.ones(9, 70)))

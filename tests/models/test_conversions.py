@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 import iobs
 from iobs.errors import ModelError
 from iobs.models import load
-from iobs.models.conversions import ConversionRule
-from iobs.models.directory import Directory
+from iobs.models.directory import ConversionRule, Directory
 from iobs.models.skeleton import skeleton
 from iobs.pruning.recipe import BlockFit
 

@@ -9,8 +9,7 @@ import torch
 import iobs
 from iobs.errors import ModelError
 from iobs.models.skeleton import shapes_of
-from iobs.models.streamed import StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedModel, StreamedStore
 from iobs.pruning.cost.machines import GPUS, Machine, Rates, need
 from iobs.pruning.recipe import BlockFit
 

@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
 from iobs.models import load
-from iobs.models.streamed import StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedModel, StreamedStore
 from iobs.pruning.recipe import BlockFit
 
 OPTIONS = {"solver": "sparsegpt"}

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import iobs
 from iobs.cli import app
 from iobs.errors import CalibrationError, ModelError, OutputError
-from iobs.models import load, streamed_store
-from iobs.models.streamed import StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models import load, streamed
+from iobs.models.streamed import StreamedModel, StreamedStore
 from iobs.pruning.blockwise.storage import reserve, write_mapped
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.cost import memory as cost
@@ -269,7 +268,7 @@ def test_run_of_a_store_checks_the_room_before_any_work(tmp_path, monkeypatch, s
     if broken == "disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     else:
-        monkeypatch.setattr(streamed_store, "available", lambda: 1000)
+        monkeypatch.setattr(streamed, "available", lambda: 1000)
     started = iobs.Callback()
     started.on_start = lambda *_: pytest.fail("work without room")
     with (

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import OutputError, ProblemError
-from iobs.models.streamed import StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedModel, StreamedStore
 from iobs.pruning.blockwise.storage import Storage, choose_place
 from iobs.pruning.calibration import gram
 from iobs.pruning.descent.gradients import LossGradient

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
-from iobs.data import table_files
+from iobs.data import tables
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def write(request, tmp_path, monkeypatch):
     if request.param == "pandas":
         pytest.importorskip("pandas")
     else:
-        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
 
     def run(content, name="t.csv"):
         file = tmp_path / name

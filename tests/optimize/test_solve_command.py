@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from regression_commands import column, refused, run, write_table
 
-from iobs.data import table_files, tables
+from iobs.data import tables
 from iobs.data.tables import read_table
 from iobs.errors import DataError, IOBSError, OutputError
 from iobs.optimize.estimators import SparseClassifier
@@ -42,7 +42,7 @@ def test_solve_does_not_depend_on_the_file_format(kind, numbers, tmp_path, monke
         if kind == "tsv":
             file.write_text(file.read_text().replace(",", "\t"))
     if "without" in kind:
-        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
     model = json.loads(run("solve", file, "--target", "y" if kind == "npz" else "price", "-k", 2, "--json"))
     assert {row["name"][-1] for row in model["features"]} == {"1", "4"}
     assert model["intercept"] == pytest.approx(5, abs=0.1)
@@ -180,20 +180,20 @@ def test_solve_raises_if_classes_or_files_are_invalid(numbers, tmp_path, monkeyp
 @pytest.mark.parametrize("pandas", [True, False])
 def test_read_table_raises_if_file_exceeds_memory(pandas, numbers, tmp_path, monkeypatch):
     file = _csv(tmp_path / "t.csv", *numbers)
-    needed = 80 * 7 * (table_files._BYTES if pandas else table_files._BYTES_AS_TEXT)
+    needed = 80 * 7 * (tables._BYTES if pandas else tables._BYTES_AS_TEXT)
     if not pandas:
-        monkeypatch.setattr(table_files.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(table_files, "_free_memory", lambda: 0.9 * needed)
+        monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tables, "_free_memory", lambda: 0.9 * needed)
     with pytest.raises(DataError, match="GiB are free"):
         read_table(file, "price")
     # A sample of half of the rows gives nearly the same estimate; with enough memory the table is read.
-    monkeypatch.setattr(table_files, "_SAMPLE_ROWS", 40)
-    monkeypatch.setattr(table_files, "_free_memory", lambda: 1.1 * needed)
+    monkeypatch.setattr(tables, "_SAMPLE_ROWS", 40)
+    monkeypatch.setattr(tables, "_free_memory", lambda: 1.1 * needed)
     assert read_table(file, "price").X.shape == (80, 6)
 
 
 def test_free_memory_is_known():
-    assert table_files._free_memory() > 1 << 20
+    assert tables._free_memory() > 1 << 20
 
 
 @pytest.mark.parametrize("ridge", [0.0, 5.0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from iobs.data import table_files
+from iobs.data import tables
 from iobs.data.tables import read_table
 from iobs.errors import DataError, NonFiniteError
 
@@ -41,7 +41,7 @@ def test_read_table_reads_booleans_as_numbers_or_classes(read):
 
 
 def test_read_table_names_classes_as_written(read, monkeypatch):
-    monkeypatch.setattr(table_files, "_CHUNK_ROWS", 2)  # one chunk of numbers, one of text
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 2)  # one chunk of numbers, one of text
     table = read("a,y\n1,01\n2,01\n3,1.50\n4,x\n", target_classes=True)
     assert table.classes == ["01", "1.50", "x"]
     assert read("a,y\n1,True\n2,TRUE\n3,x\n4,x\n").classes == ["TRUE", "True", "x"]
@@ -50,10 +50,10 @@ def test_read_table_names_classes_as_written(read, monkeypatch):
 @pytest.mark.parametrize(("first", "then"), [("007", "A1"), ("TRUE", "0"), ("true", "x"), ("1.50", " NA")])
 @pytest.mark.usefixtures("read")
 def test_all_rows_of_a_column_are_read_alike(first, then, monkeypatch, tmp_path):
-    monkeypatch.setattr(table_files, "_CHUNK_ROWS", 2)  # the first two rows alone would be numbers or booleans
+    monkeypatch.setattr(tables, "_CHUNK_ROWS", 2)  # the first two rows alone would be numbers or booleans
     file = tmp_path / "t.csv"
     file.write_text(f"a,b,y\n{first},1,1\n{first},2,2\n{then},,3\n{first},4,4\n")
-    found = table_files.read_columns(file)
+    found = tables.read_columns(file)
     expected = [1.5, 1.5, np.nan, 1.5] if then == " NA" else [first, first, then, first]
     np.testing.assert_array_equal(found["a"], np.array(expected, dtype=found["a"].dtype))
     np.testing.assert_array_equal(found["b"], [1, 2, np.nan, 4])
@@ -121,7 +121,7 @@ def test_arrays_beside_x_and_y_have_a_use_or_are_refused(tmp_path):
     np.savez(file, X=np.eye(3), y=np.arange(3.0), w=np.ones(2))
     with pytest.raises(DataError, match="equal length"):
         read_table(file, "y", aside=["w"])
-    assert [*table_files.read_columns(file)] == ["x0", "x1", "x2", "y"]
+    assert [*tables.read_columns(file)] == ["x0", "x1", "x2", "y"]
     np.savez(file, X=np.eye(3), y=np.arange(3.0), x0=np.ones(3))
     with pytest.raises(DataError, match="holds an array 'x0' beside X; rename it"):
         read_table(file, "y", aside=["x0"])

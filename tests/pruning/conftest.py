@@ -2,14 +2,14 @@ import pytest
 import torch
 from simulated_gpu import SimulatedGpu
 
-from iobs.pruning.widths import clock
+from iobs.pruning.widths import latency
 
 
 @pytest.fixture(autouse=True)
 def short_timings(monkeypatch):
     """Time a network whose units were removed only a few times: no test depends on the seconds of this machine."""
-    monkeypatch.setattr(clock, "_SECONDS", 0.01)
-    monkeypatch.setattr(clock, "_SLICE", 1e-5)
+    monkeypatch.setattr(latency, "_SECONDS", 0.01)
+    monkeypatch.setattr(latency, "_SLICE", 1e-5)
 
 
 @pytest.fixture

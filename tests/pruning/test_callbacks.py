@@ -13,7 +13,7 @@ from rich.console import Console
 import iobs
 from iobs.core import steps as progress
 from iobs.core.steps import Steps
-from iobs.pruning.progress import ProgressBar
+from iobs.pruning.callbacks import ProgressBar
 
 
 class Everything(iobs.Callback):

@@ -9,8 +9,7 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
-from iobs.models.streamed import StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedModel, StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.descent import gradients
 from iobs.pruning.recipe import BlockFit

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 import iobs
 from iobs.cli import app
 from iobs.models import EMBEDDED
+from iobs.pruning.callbacks import ProgressBar
 from iobs.pruning.cost import prices
 from iobs.pruning.cost import work as cost
 from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import BlockFit, LayerSettings
 from iobs.pruning.workspace import Decisions
 

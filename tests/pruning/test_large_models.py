@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import iobs
 from iobs.cli.compare import _copied
 from iobs.errors import AuditError, CoverageWarning, ModelError, ProblemError
-from iobs.pruning.baselines import projection
+from iobs.pruning import baselines
 from iobs.pruning.calibration import row_fisher as row_fisher_module
 from iobs.pruning.calibration.row_fisher import row_fisher
 from iobs.pruning.callbacks import Callbacks
@@ -241,16 +241,16 @@ def test_prices_of_rows_are_measured_on_parts_of_a_batch(monkeypatch):
 def test_solvers_of_the_whole_network_refuse_gradients_without_room(solver, monkeypatch):
     model, data = build("perceptron")
     weights, samples = sum(layer.weights for layer in find_layers(model)), sum(map(batches.size, data))
-    monkeypatch.setattr(projection, "gradient_rows", lambda *_: pytest.fail("work before the refusal"))
-    monkeypatch.setattr(projection, "available", lambda: 4 * samples * weights - 1)
+    monkeypatch.setattr(baselines, "gradient_rows", lambda *_: pytest.fail("work before the refusal"))
+    monkeypatch.setattr(baselines, "available", lambda: 4 * samples * weights - 1)
     with pytest.raises(ProblemError, match=rf"{samples} samples x {weights:,} weights x 4 bytes are"):
         iobs.prune(model, data, 0.5, iobs.Recipe(solver=solver), holdout=0.0)
     monkeypatch.undo()
     layers, cpu = find_layers(model), torch.device("cpu")
     for room in (0, 4 * samples * weights):  # 0: the system does not say
-        monkeypatch.setattr(projection, "available", lambda room=room: room)
-        projection.require_memory(iobs.Recipe(solver=solver).network_solver, layers, iobs.Rounds(), data, 0.0, cpu)
-    projection.require_memory(None, layers, iobs.Rounds(), data, 0.0, cpu)
+        monkeypatch.setattr(baselines, "available", lambda room=room: room)
+        baselines.require_memory(iobs.Recipe(solver=solver).network_solver, layers, iobs.Rounds(), data, 0.0, cpu)
+    baselines.require_memory(None, layers, iobs.Rounds(), data, 0.0, cpu)
 
 
 def test_compare_keeps_the_dense_weights_in_main_memory(gpu):

@@ -13,10 +13,20 @@ from iobs.errors import ModelError, ProblemError
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.plan import widths
 from iobs.pruning.structure.sites import find_sites
-from iobs.pruning.widths import clock
-from iobs.pruning.widths.clock import Example, called_in, interleaved, require_runtime
-from iobs.pruning.widths.latency import Latency, Times, grid, measure, narrowed, shares_of
-from iobs.pruning.widths.plan import choices_of, chosen_widths
+from iobs.pruning.widths import latency
+from iobs.pruning.widths.knapsack import choices_of, chosen_widths
+from iobs.pruning.widths.latency import (
+    Example,
+    Latency,
+    Times,
+    called_in,
+    grid,
+    interleaved,
+    measure,
+    narrowed,
+    require_runtime,
+    shares_of,
+)
 
 
 def work(calls):
@@ -193,8 +203,8 @@ def test_fused_attention_is_timed_as_it_is_used_afterwards():
 
 def test_clock_gives_the_median_of_each_call(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(clock.time, "thread_time", lambda: now[0])
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(latency.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(latency.time, "perf_counter", lambda: now[0])
 
     def taking(seconds):
         def call():
@@ -262,7 +272,7 @@ def test_module_that_onnx_runtime_does_not_take_is_named():
 
 def test_runtime_that_is_missing_is_named(monkeypatch):
     require_runtime("torch")
-    monkeypatch.setattr(clock, "find_spec", lambda name: None)
+    monkeypatch.setattr(latency, "find_spec", lambda name: None)
     with pytest.raises(ProblemError, match="onnx and onnxruntime"):
         require_runtime("onnx")
 

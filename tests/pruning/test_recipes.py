@@ -10,8 +10,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import ProblemError
-from iobs.pruning.decisions import learning_rate
-from iobs.pruning.decisions import rounds as decided_rounds
+from iobs.pruning import decisions
 from iobs.pruning.recipe import PRESETS, Allocation, BlockFit
 from iobs.pruning.runtime import memory
 
@@ -193,7 +192,7 @@ def test_steps_and_finetuning_keep_their_own_optimizers():
 @pytest.mark.parametrize(("loss", "finetuned"), [(1.2, True), (1.3, False)])
 def test_finetuning_is_left_out_if_its_trials_do_harm(monkeypatch, loss, finetuned):
     tried = {"tried": [("adam", 1e-3, loss), ("momentum", 1e-2, 2.0)], "before": 1.0}
-    monkeypatch.setattr(learning_rate, "_losses_of_trials", lambda *_: tried)
+    monkeypatch.setattr(decisions, "_losses_of_trials", lambda *_: tried)
     model, data = three_layers()
     last = iobs.FineTune(lr="auto", optimizer="auto", steps=20, loss="kl", support="fixed")
     report = iobs.prune(model, data, iobs.Unstructured(0.3), "one-shot", rounds=1, finetune=last)
@@ -261,7 +260,7 @@ def test_finetune_of_another_type_is_refused():
 
 @pytest.mark.slow
 def test_best_recipe_uses_cubic_schedule_if_damage_is_large(monkeypatch):
-    monkeypatch.setattr(decided_rounds, "_DAMAGE", 0.0)
+    monkeypatch.setattr(decisions, "_DAMAGE", 0.0)
     model, data = three_layers()
     report = iobs.prune(model, data, iobs.Unstructured(0.8), "best", rounds=4, finetune=None)
     first, *shares = (record.sparsity for record in report.rounds)

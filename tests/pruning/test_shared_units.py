@@ -13,7 +13,7 @@ import iobs
 from iobs.core.quadratic import Quadratic
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.structure.sites import find_sites
-from iobs.pruning.structure.units_of_layers import SitesOfLayers
+from iobs.pruning.structure.units import SitesOfLayers
 from iobs.pruning.widths.readers import Part, ReaderProblem, joint_quadratic
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from iobs.pruning.calibration.losses import answered
 from iobs.pruning.samples.subsets import Samples
-from iobs.pruning.widths.softened import damage, softened, temperature_of
+from iobs.pruning.widths.readers import damage, softened, temperature_of
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -8,7 +8,7 @@ from torch import nn
 
 from iobs.errors import ProblemError
 from iobs.pruning import FineTune
-from iobs.pruning.cost.inputs import affordable
+from iobs.pruning.cost.affordable import affordable
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.samples.subsets import Samples
 

@@ -25,11 +25,10 @@ from transformers import (
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
-from iobs.pruning.recipe.structured import STRUCTURED
+from iobs.pruning.recipe.recipe import STRUCTURED
 from iobs.pruning.store import Store
-from iobs.pruning.structured import experts
-from iobs.pruning.structured.blocks import Blocks
-from iobs.pruning.structured.experts import Experts
+from iobs.pruning.structured import parts
+from iobs.pruning.structured.parts import Blocks, Experts
 from iobs.pruning.structured.run import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 from iobs.report import read_report
@@ -376,7 +375,7 @@ def test_experts_of_a_mixture_that_no_sample_reaches_are_not_judged(monkeypatch)
 def test_an_interrupted_choice_leaves_all_experts(monkeypatch):
     model = built(MIXTURES["mixtral"]())
     before = state(model)
-    outputs, calls = experts._output, []
+    outputs, calls = parts._output, []
 
     def interrupted(*args):
         calls.append(args)
@@ -384,7 +383,7 @@ def test_an_interrupted_choice_leaves_all_experts(monkeypatch):
             raise KeyboardInterrupt
         return outputs(*args)
 
-    monkeypatch.setattr(experts, "_output", interrupted)
+    monkeypatch.setattr(parts, "_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         iobs.prune(model, text(), iobs.Structured(0.4, units="experts"), "one-shot")
     require_equal(model, before)
@@ -396,7 +395,7 @@ def test_the_input_of_a_mixture_stays_as_it_is():
             return x.mul_(2)
 
     given = torch.ones(2, 1, 3)
-    assert float(experts._output(InPlace(), given).sum()) == 12
+    assert float(parts._output(InPlace(), given).sum()) == 12
     assert float(given.sum()) == 6
 
 

@@ -8,7 +8,7 @@ from sample_reports import SCORES, make_finetuned, make_report, pictures, words
 
 from iobs import report
 from iobs.pruning.report import AllocationRecord, ComparisonLoss
-from iobs.report import curves, plots
+from iobs.report import comparisons, plots
 
 
 def test_plots_are_deterministic():
@@ -34,16 +34,16 @@ def test_plots_do_not_parse_dollars_as_tex(tmp_path):
     drawn = pictures((tmp_path / "report.html").read_text(encoding="utf8"))
     assert len(drawn) == 4
     assert sum(any(TEX in word for word in words(picture)) for picture in drawn) == 4
-    trials = [curves.MethodTrial(TEX, "0.5", sparsity, TEX, 9.5, 2.0) for sparsity in (0.5, 0.6)]
-    assert TEX in words(curves.trials_figure(trials, 8.5))
+    trials = [comparisons.MethodTrial(TEX, "0.5", sparsity, TEX, 9.5, 2.0) for sparsity in (0.5, 0.6)]
+    assert TEX in words(comparisons.trials_figure(trials, 8.5))
 
 
 def test_trials_figure_labels_n_of_m_points():
     trials = [
-        curves.MethodTrial("fast", pattern, sparsity, "perplexity", score, 2.0)
+        comparisons.MethodTrial("fast", pattern, sparsity, "perplexity", score, 2.0)
         for pattern, sparsity, score in (("0.5", 0.5, 9.5), ("2:4", 0.5, 12.0), ("0.7", 0.7, 20.0))
     ]
-    assert "2:4" in words(curves.trials_figure(trials, 8.5))
+    assert "2:4" in words(comparisons.trials_figure(trials, 8.5))
 
 
 @pytest.mark.parametrize(("value", "shown"), [(float("inf"), "inf"), (float("nan"), "nan")])

@@ -11,7 +11,7 @@ from sample_reports import SCORES, make_report, shown
 from iobs import report
 from iobs.core import formats
 from iobs.pruning.report import RoundRecord, best_index
-from iobs.report import curves, plots, tables
+from iobs.report import comparisons, plots, tables
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,11 @@ def test_best_index_requires_finetuning_to_gain(sign, finetuned, best):
 
 def test_trials_table_prints_the_best_of_a_pattern_bold():
     trials = [
-        curves.MethodTrial(name, "0.5", 0.5, "perplexity", score, 2.0) for name, score in (("a [/b]", 9.5), ("c", 8.5))
+        comparisons.MethodTrial(name, "0.5", 0.5, "perplexity", score, 2.0)
+        for name, score in (("a [/b]", 9.5), ("c", 8.5))
     ]
     console = Console(markup=False, width=100, record=True, file=io.StringIO())
-    console.print(curves.trials_table(trials, None))
+    console.print(comparisons.trials_table(trials, None))
     assert {"a [/b]", "9.500, 2.0 s", "8.500, 2.0 s"} <= {*re.split(r" *[│\n] *", console.export_text(clear=False))}
     assert "\x1b[1;32m8.500\x1b[0m, 2.0 s" in console.export_text(styles=True)
 

@@ -8,7 +8,7 @@ import tokenizers
 from small_tokenizers import TEXTS, byte_level, with_bytes
 
 from iobs.errors import ModelError, PatternError
-from iobs.vocabulary.choice import choose
+from iobs.vocabulary.reduction import choose
 from iobs.vocabulary.spelling import reduced, spelling_of
 
 UNSEEN = "Nówéł \U0001f600 lowest\tthe\n 中x ßlower"

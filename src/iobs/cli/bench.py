@@ -59,7 +59,7 @@ def bench(
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import checked_precision
     from iobs.inference.choices import PRECISIONS
-    from iobs.report.running import running_figure, running_line, running_notes, running_table
+    from iobs.report.comparisons import running_figure, running_line, running_notes, running_table
 
     checked = checked_precision(precision, model, PRECISIONS)
     sizes = options.parse_shape(shape)
@@ -97,7 +97,7 @@ def bench(
 def _show_beside(workload: Workload, beside: str, runtime: str | None, as_json: bool) -> None:
     from iobs.cli.benching import measure_beside, runtimes_of
     from iobs.cli.console import ConsoleSteps
-    from iobs.report.running import beside_table
+    from iobs.report.comparisons import beside_table
 
     runtimes = runtimes_of(runtime)
     with ConsoleSteps("loading the models") as steps:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from iobs.errors import ModelError, first_line
-from iobs.report.running import BesideRow, RunningRow
+from iobs.report.comparisons import BesideRow, RunningRow
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -327,7 +327,7 @@ def runtimes_of(name: str | None) -> tuple[Runtime, ...]:
         ProblemError: the runtime is unknown or not installed.
     """
     from iobs.core.structured import require_known_runtime
-    from iobs.pruning.widths.clock import require_runtime
+    from iobs.pruning.widths.latency import require_runtime
 
     if name is None:
         installed = all(find_spec(module) is not None for module in ("onnx", "onnxruntime"))
@@ -357,8 +357,7 @@ def measure_beside(
     import torch
 
     from iobs.models import load
-    from iobs.pruning.widths.clock import NAMES
-    from iobs.pruning.widths.latency import shares_of
+    from iobs.pruning.widths.latency import NAMES, shares_of
 
     if workload.threads is not None:
         torch.set_num_threads(workload.threads)

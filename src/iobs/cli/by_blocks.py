@@ -232,8 +232,7 @@ def prune_low_memory(
     from iobs.core.files import expanded, weight_files
     from iobs.core.patterns import Budget
     from iobs.models.skeleton import without_weights
-    from iobs.models.streamed import StreamedModel
-    from iobs.models.streamed_store import StreamedStore
+    from iobs.models.streamed import StreamedModel, StreamedStore
     from iobs.pruning.blockwise.storage import parse_place
     from iobs.pruning.blockwise.store import require_streamable
     from iobs.pruning.cost.work import warning_of_days

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
     from iobs.models import LoadedModel
     from iobs.pruning.recipe import Recipe
-    from iobs.report.curves import MethodTrial
+    from iobs.report.comparisons import MethodTrial
 
 RESULTS = "comparison.json"
 PRESETS = ("best", "fast", "one-shot", "paper")
@@ -81,7 +81,7 @@ def compare(
     from iobs.pruning.driver import require_seed
     from iobs.pruning.layerwise.patterns import require_fit
     from iobs.pruning.network.selection import select
-    from iobs.report.curves import MethodTrial
+    from iobs.report.comparisons import MethodTrial
 
     require_seed(sampling.seed)
     if sampling.data and not sampling.eval_data:
@@ -172,7 +172,7 @@ def _prune(
         Seconds and the real sparsity.
     """
     from iobs.cli.console import ConsoleSteps
-    from iobs.cli.progress import Watch
+    from iobs.cli.running import Watch
     from iobs.pruning import prune
 
     started = time.perf_counter()
@@ -235,7 +235,7 @@ def _values(trials: list[MethodTrial], dense: float) -> dict[str, Any]:
 
 
 def _show(trials: list[MethodTrial], dense: float, output: Path | None, as_json: bool) -> None:
-    from iobs.report.curves import trials_figure, trials_table
+    from iobs.report.comparisons import trials_figure, trials_table
 
     if as_json:
         console.print_json(_values(trials, dense))

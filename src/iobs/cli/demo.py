@@ -122,8 +122,7 @@ def compare(loaded: LoadedModel, batches: list[Any], pattern: Pattern, recipes: 
         The report of the last recipe, with the scores of all.
     """
     from iobs.cli.console import ConsoleSteps
-    from iobs.cli.progress import Watch
-    from iobs.cli.running import open_evaluation, score, shown_command
+    from iobs.cli.running import Watch, open_evaluation, score, shown_command
     from iobs.evaluate import BeforeAfter
     from iobs.pruning import prune
 

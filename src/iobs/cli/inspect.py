@@ -45,10 +45,9 @@ def inspect(
     from iobs.core.formats import percent
     from iobs.errors import listed
     from iobs.models.packed import is_packed
-    from iobs.models.packed_costs import costs_of
     from iobs.models.packed_files import files_with_codes, unpacked
     from iobs.report import audit_table
-    from iobs.report.costs import costs_as_json, costs_lines, costs_table
+    from iobs.report.costs import costs_as_json, costs_lines, costs_of, costs_table
 
     if not any(directory.glob("*.safetensors")) and (directory / "model").is_dir():
         directory = directory / "model"

@@ -234,7 +234,7 @@ def _settings(pattern_options: PatternOptions, method: MethodOptions, others: di
     """
     from iobs.cli.run_file import RunOptions, RunSettings, read_recipe
     from iobs.core.structured import Structured
-    from iobs.pruning.cost.within import require_forms
+    from iobs.pruning.cost.affordable import require_forms
     from iobs.pruning.plan.counts import under_pattern
     from iobs.pruning.recipe import NETWORK_SOLVERS, as_allocation
 

@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,21 @@ import typer
 
 import iobs
 from iobs.cli import console
-from iobs.cli.console import ConsoleSteps
-from iobs.cli.progress import Watch
+from iobs.cli.console import ConsoleSteps, say
 from iobs.cli.run_file import RunSettings
 from iobs.core.files import expanded
+from iobs.core.formats import duration, percent, significant
 from iobs.core.specs import is_function_spec
 from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
 from iobs.models import LoadedModel, beside, check_output, names_to_replace
 from iobs.models.output import holds, with_licence
 from iobs.pruning.audit import audit, require_promised
-from iobs.pruning.report import Report
+from iobs.pruning.callbacks import ProgressBar
+from iobs.pruning.report import Report, RoundRecord
 from iobs.pruning.runtime.ranks import current
 from iobs.report import render_card, write_report
+from iobs.report.tables import round_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -233,3 +236,59 @@ def write_card(report: Report, library: str | None, folder: Path, original: Path
     """Write the model card, with the licence of the original model card if it states one."""
     card = render_card(report, str(report.settings["model"]), library)
     (folder / "README.md").write_text(with_licence(card, original), encoding="utf8", errors="backslashreplace")
+
+
+class Watch(ProgressBar):
+    """A bar of layers and gradient steps, and a line after every round and every fine-tuning.
+
+    A projection that is the only round gets a line only if fine-tuning follows. Otherwise it is the result of the
+    command, which needs no line.
+
+    Args:
+        steps: the bar, already shown.
+        prefix: put before every description, such as the name of the method.
+        quiet: leave out notes and lines.
+        clock: () -> seconds, for the time left.
+    """
+
+    def __init__(
+        self, steps: ConsoleSteps, prefix: str = "", quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(steps, prefix, clock)
+        self._quiet = quiet
+        self._pending: RoundRecord | None = None
+
+    def on_note(self, text: str) -> None:
+        """Show the note."""
+        if not self._quiet:
+            say(f"{self._prefix}{text}")
+
+    def on_step(self, round_index: int, done: int, total: int, loss: float) -> None:
+        """Advance the bar; before the first step of fine-tuning, show the line of the projection."""
+        if round_index >= self._rounds:
+            self._show_pending()
+        super().on_step(round_index, done, total, loss)
+
+    def on_round(self, record: RoundRecord) -> None:
+        """Show the line of the record, or store it if it is the only projection."""
+        if self._quiet:
+            return
+        if record.kind == "finetune":
+            self._show_pending()
+            self._line(round_name(record), record)
+        elif self._rounds < 2:
+            self._pending = record
+        else:
+            self._line(f"round {record.index + 1} of {self._rounds}", record)
+
+    def _show_pending(self) -> None:
+        if self._pending is not None:
+            self._line("projection", self._pending)
+            self._pending = None
+
+    def _line(self, name: str, record: RoundRecord) -> None:
+        loss = record.loss_heldout if record.loss_heldout is not None else record.loss_calibration
+        say(
+            f"{self._prefix}{name}: {percent(record.sparsity)} zeros, loss {significant(loss, 4)}, "
+            f"{duration(record.seconds)}"
+        )

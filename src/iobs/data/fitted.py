@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import expit, softmax
 
 from iobs.data.encoding import Coding, Missing, Problems, encoded, is_missing
-from iobs.data.table_files import read_columns
+from iobs.data.tables import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.families import FAMILIES

@@ -22,7 +22,7 @@ from iobs.exports.to_nemotron_nas import write_nemotron_nas
 from iobs.exports.to_onnx import write_onnx
 from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
-from iobs.pruning.network.usable import require_unstored
+from iobs.pruning.network.selection import require_unstored
 
 __all__ = ["TARGETS", "Export", "Target", "Written", "export", "require_packages"]
 

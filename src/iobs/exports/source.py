@@ -1,20 +1,23 @@
-"""The source of an export: the model, the weight matrices of its layers, and the records of what becomes of them."""
+"""The source of an export: the model, the weight matrices of its layers and their codes, and the records of both."""
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import ModelError, NonFiniteError
-from iobs.exports.values import Codes
+from iobs.core.grids import codes_and_scales, over_columns
+from iobs.core.patterns import Grid
+from iobs.errors import ModelError, NonFiniteError, PatternError
 from iobs.models import LoadedModel, load
 from iobs.models.loaded import unwritable
 from iobs.models.output import copy_companions
@@ -22,6 +25,11 @@ from iobs.pruning.network.layers import find_layers, library_class
 
 Example = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 Foreign: TypeAlias = Any  # an object of an optional package, or of transformers
+_LEAST, _MOST = 2.0**-24, 65504.0  # positive float16 numbers: scales of all formats fit into them
+_FACTORS = 16  # scales that are tried for 4 bits
+_GROUP = 32  # columns that share a scale where weights are rounded to 4 bits
+_GRIDS = (128, 64, _GROUP)  # groups of grids that are looked for
+_FEW_ROWS = 4  # tried first: a matrix that is not on the grid fails in them
 
 
 @dataclass(frozen=True)
@@ -234,3 +242,171 @@ def needed(package: str, target: str) -> ModuleType:
         raise ModelError(
             f"An export to {target} needs {missing}, which is not installed; run: pip install 'iobs[{extra}]'"
         ) from error
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix of whole numbers times scales.
+
+    Attributes:
+        codes: (rows, columns), int8, from -(2^(bits-1) - 1) to 2^(bits-1) - 1.
+        scales: (rows, groups), float32, representable in float16.
+        group: neighbouring columns that share a scale; the last group may be shorter.
+        bits: of a code.
+        exact: the products are the weights; otherwise the weights were rounded.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+    bits: int
+    exact: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The products, (rows, columns), float32."""
+        return self.codes.float() * over_columns(self.scales, Grid(self.bits, self.group), self.codes.shape[1])
+
+
+def codes_of(weight: Tensor, bits: int, group: int) -> Codes:
+    """The codes of a matrix: its own if it lies on such a grid, otherwise the nearest codes.
+
+    Args:
+        weight: (rows, columns), floating, finite.
+        bits: 2 to 8.
+        group: columns that share a scale.
+    """
+    return exact_codes(weight, bits, group) or nearest_codes(weight, bits, group)
+
+
+def choose_codes(matrix: Tensor, bits: int | None, whole: bool = False) -> Codes | None:
+    """The codes of a matrix for formats with any group: its own, or the nearest ones if bits are given.
+
+    Args:
+        matrix: (rows, columns), floating, finite.
+        bits: 8 gets one scale a row, 4 one for 32 columns; None: None is returned for a matrix on no grid.
+        whole: groups must divide the number of columns; a row is a group where none does.
+    """
+    columns = matrix.shape[1]
+    groups = [group for group in _GRIDS if group < columns and not (whole and columns % group)]
+    for count in (4, 8) if bits is None else (bits,):
+        for group in (columns, *groups):
+            codes = exact_codes(matrix, count, group)
+            if codes is not None:
+                return codes
+    if bits is None:
+        return None
+    return nearest_codes(matrix, bits, columns if bits == 8 or groups[-1:] != [_GROUP] else _GROUP)
+
+
+def exact_codes(weight: Tensor, bits: int, group: int) -> Codes | None:
+    """The codes of a matrix on a grid, with scales in float16; None if the matrix is on no such grid."""
+    grid = Grid(bits, group)
+    try:
+        codes_and_scales(weight[:_FEW_ROWS], grid)
+        codes, scales = codes_and_scales(weight, grid)
+    except PatternError:
+        return None
+    return Codes(codes, scales, group, bits, True) if torch.equal(scales.half().float(), scales) else None
+
+
+def nearest_codes(weight: Tensor, bits: int, group: int) -> Codes:
+    """The nearest codes for scales of least squared error among some, one for each row and group of columns."""
+    grid = Grid(bits, group)
+    rows, columns = weight.shape
+    groups = grid.scales(columns)
+    table = torch.nn.functional.pad(weight.float(), (0, groups * group - columns)).reshape(rows * groups, group)
+    largest = table.abs().amax(1, keepdim=True) / grid.levels
+    best, error = _half(largest), torch.full_like(largest, torch.inf)
+    for step in range(_FACTORS if bits <= 4 else 1):
+        scale = _half(largest * (1 - 0.5 * step / _FACTORS))
+        squares = (_codes(table, scale, grid) * scale - table).square().sum(1, keepdim=True)
+        best, error = torch.where(squares < error, scale, best), torch.minimum(squares, error)
+    codes = _codes(table, best, grid).to(torch.int8).reshape(rows, -1)[:, :columns].contiguous()
+    return Codes(codes, best.reshape(rows, groups), group, bits, False)
+
+
+def _half(scale: Tensor) -> Tensor:
+    """Scales as float16 numbers, none of them zero or infinite."""
+    return scale.clamp(_LEAST, _MOST).half().float()
+
+
+def _codes(table: Tensor, scale: Tensor, grid: Grid) -> Tensor:
+    return (table / scale).round_().clamp_(-grid.levels, grid.levels)
+
+
+def in_pairs(codes: Tensor) -> npt.NDArray[np.uint8]:
+    """The int8 codes of 4 bits as bytes, ceil(entries / 2); two codes share a byte, the first one in its lower half."""
+    values: npt.NDArray[np.uint8] = codes.contiguous().numpy().reshape(-1).view(np.uint8) & np.uint8(15)
+    values = np.append(values, np.zeros(len(values) % 2, np.uint8))
+    return values[::2] | (values[1::2] << np.uint8(4))
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """The widths of one layer, as its weights have them; the configuration may have other ones.
+
+    Attributes:
+        heads: number of query heads.
+        kv_heads: number of heads of keys and values.
+        neurons: width of the MLP.
+    """
+
+    heads: int
+    kv_heads: int
+    neurons: int
+
+
+def require_llama_like(
+    source: ExportSource, target: str, kinds: Collection[str], positions: Collection[str]
+) -> Foreign:
+    """The configuration of a model of llama's form.
+
+    Args:
+        source: the model.
+        target: name of the target, for the messages.
+        kinds: the `model_type` that the target holds.
+        positions: the kinds of rotary positions that the target holds.
+
+    Raises:
+        ModelError: it is another model, or one that the target cannot hold.
+    """
+    config = getattr(source.module, "config", None)
+    kind = getattr(config, "model_type", type(source.module).__name__)
+    if kind not in kinds or source.model.task not in ("causal-lm", "other") or config is None:
+        known = ", ".join(kinds)
+        raise ModelError(f"An export to {target} knows language models of the kinds {known}, not {kind!r}; try onnx.")
+    if config.hidden_act != "silu":
+        raise ModelError(f"Readers of {target} compute silu in such a model, not {config.hidden_act}; try onnx.")
+    position = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if position not in positions:
+        raise ModelError(f"Positions of the kind {position!r} cannot be exported to {target} yet; try onnx.")
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if sliding or (kind == "mistral" and getattr(config, "sliding_window", None)):
+        raise ModelError(f"Attention in a sliding window cannot be exported to {target} yet; try onnx.")
+    return config
+
+
+def head_width(config: Foreign) -> int:
+    """Columns of one head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def widths_of_layers(module: nn.Module, config: Foreign) -> list[LayerWidths]:
+    """The widths of all layers, from the shapes of their weights.
+
+    Raises:
+        ModelError: a layer has no attention or MLP of llama's form.
+    """
+    each = head_width(config)
+    widths = []
+    for number in range(config.num_hidden_layers):
+        layer = f"model.layers.{number}"
+        try:
+            attention = [module.get_parameter(f"{layer}.self_attn.{name}_proj.weight") for name in "qk"]
+            neurons = module.get_parameter(f"{layer}.mlp.gate_proj.weight").shape[0]
+        except AttributeError as error:
+            raise ModelError(f"{layer} is no layer of llama's form ({error}); try onnx.") from error
+        heads, kv_heads = (weight.shape[0] // each for weight in attention)
+        widths.append(LayerWidths(heads, kv_heads, neurons))
+    return widths

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from iobs.core.grids import over_columns
 from iobs.core.patterns import Grid
 from iobs.errors import ModelError
-from iobs.exports.source import ExportSource, Written, is_pretrained, needed
-from iobs.exports.values import Codes, choose_codes
+from iobs.exports.source import Codes, ExportSource, Written, choose_codes, is_pretrained, needed
 from iobs.pruning.structure.config_widths import built_shapes, shapes_of
 
 _FORMAT = "pack-quantized"

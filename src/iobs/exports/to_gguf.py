@@ -22,9 +22,19 @@ import torch
 from torch import Tensor
 
 from iobs.errors import ModelError
-from iobs.exports.llama_like import LayerWidths, head_width, require_llama_like, widths_of_layers
-from iobs.exports.source import ExportSource, Foreign, Written, needed
-from iobs.exports.values import Codes, codes_of, exact_codes
+from iobs.exports.source import (
+    Codes,
+    ExportSource,
+    Foreign,
+    LayerWidths,
+    Written,
+    codes_of,
+    exact_codes,
+    head_width,
+    needed,
+    require_llama_like,
+    widths_of_layers,
+)
 from iobs.models import Tokenizer
 
 FILE = "model.gguf"

@@ -20,8 +20,15 @@ import torch
 from torch import Tensor
 
 from iobs.errors import ModelError
-from iobs.exports.llama_like import LayerWidths, head_width, require_llama_like, widths_of_layers
-from iobs.exports.source import ExportSource, Foreign, Written
+from iobs.exports.source import (
+    ExportSource,
+    Foreign,
+    LayerWidths,
+    Written,
+    head_width,
+    require_llama_like,
+    widths_of_layers,
+)
 
 _KINDS = ("llama", "mistral", "qwen2", "nemotron-nas")
 _CODE = Path(__file__).parents[1] / "models" / "modeling_decilm.py"

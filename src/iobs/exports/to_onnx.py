@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from iobs.core.modes import in_eval_mode, silenced
 from iobs.errors import ModelError, first_line
 from iobs.exports.graph import ForwardGraph, Inputs, inputs_of, single
-from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, needed
-from iobs.exports.values import choose_codes, in_pairs
+from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, choose_codes, in_pairs, needed
 
 FILE = "model.onnx"
 _OPSET = 21

@@ -15,10 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from iobs.errors import ModelError, first_line
-from iobs.exports.source import ExportSource, Foreign, LayerMatrix, Written, needed
+from iobs.exports.source import Codes, ExportSource, Foreign, LayerMatrix, Written, choose_codes, in_pairs, needed
 from iobs.exports.to_onnx import FILE as GRAPH
 from iobs.exports.to_onnx import traced
-from iobs.exports.values import Codes, choose_codes, in_pairs
 
 FILE = "openvino_model.xml"
 

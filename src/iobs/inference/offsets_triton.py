@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from iobs.inference.offsets import GROUP
+from iobs.inference.gpu import GROUP
 
 _WARPS = 2  # of a program; with its block the fastest on an H100
 _BLOCK = tl.constexpr(512)  # entries that a program reads at a time

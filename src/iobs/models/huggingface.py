@@ -6,6 +6,7 @@ initialise them at random.
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections import Counter
@@ -22,7 +23,6 @@ from torch import nn
 from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
-from iobs.models.nemotron_nas import know_nemotron_nas
 from iobs.models.output import REPORTS, copy_companions
 from iobs.models.packed_files import dense_entries
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
@@ -355,3 +355,19 @@ def _quiet(transformers: ModuleType) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def know_nemotron_nas(path: Path) -> None:
+    """Let transformers read a directory of this layout with our copy of its code; other ones change nothing."""
+    try:
+        kind = json.loads((path / "config.json").read_text(encoding="utf8")).get("model_type")
+    except (OSError, ValueError, AttributeError):  # reading the configuration says what is wrong
+        return
+    if kind != "nemotron-nas":
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from iobs.models.modeling_decilm import DeciLMConfig, DeciLMForCausalLM
+
+    AutoConfig.register("nemotron-nas", DeciLMConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DeciLMConfig, DeciLMForCausalLM, exist_ok=True)

@@ -30,7 +30,7 @@ from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.weights import DTYPES, unwrapped, write_weights
 from iobs.pruning.network.layers import library_class
-from iobs.pruning.network.usable import require_unstored
+from iobs.pruning.network.selection import require_unstored
 
 
 def save_packed(

@@ -11,9 +11,8 @@ from torch import nn
 
 from iobs.core.files import expanded, weight_files
 from iobs.errors import ModelError, first_line
-from iobs.models.huggingface import context_of, has_tokenizer, load_tokenizer
+from iobs.models.huggingface import context_of, has_tokenizer, know_nemotron_nas, load_tokenizer
 from iobs.models.loaded import LoadedModel, unwritable
-from iobs.models.nemotron_nas import know_nemotron_nas
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_entries
 from iobs.pruning.calibration.blocks import Block

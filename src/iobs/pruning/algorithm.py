@@ -5,7 +5,7 @@ Every run uses this loop. It reads and writes these objects:
     workspace.store      the weights of the model (`store.py`)
     workspace.recipe     the settings of the run (`recipe/`)
     plan                 the pattern of every layer, from `allocate` (`plan/allocate.py`)
-    workspace.decided    rounds, optimizers and learning rates (`decisions/`)
+    workspace.decided    rounds, optimizers and learning rates (`decisions.py`)
     Sweep                the walk along the blocks: layers in order, with their inputs (`calibration/sweep.py`)
     Projection           the mask and the weights of every layer (`layerwise/projection.py`)
     Report               the result, with all decisions (`report.py`)
@@ -23,17 +23,16 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern, Rate
 from iobs.errors import LayerSelectionError, NonFiniteError
-from iobs.pruning.baselines.projection import audit_network, project_network
+from iobs.pruning.baselines import audit_network, project_network
 from iobs.pruning.calibration.embeddings import embedded, similarity
 from iobs.pruning.calibration.gram import by_magnitude
 from iobs.pruning.calibration.losses import metric
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
-from iobs.pruning.cost.inputs import with_affordable_steps
+from iobs.pruning.cost.affordable import with_affordable_steps
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.coverage import Coverage, Reason
-from iobs.pruning.decisions.learning_rate import candidates, decide_rates
-from iobs.pruning.decisions.rounds import decide_growth, decide_steps, scheduled
+from iobs.pruning.decisions import candidates, decide_growth, decide_rates, decide_steps, scheduled
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast

@@ -224,7 +224,7 @@ def _of_model(model: nn.Module) -> Generator[Matrix]:
             matrix = stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
             yield layer.name, matrix, (layer.kernel,)
         forms = library_class("iobs.inference.modules", "StoredLinear")
-        forms += library_class("iobs.inference.offsets", "OffsetLinear")
+        forms += library_class("iobs.inference.gpu", "OffsetLinear")
         for name, module in model.named_modules():
             if isinstance(module, forms):
                 yield name, module.weight, (1,)  # type: ignore[attr-defined]

@@ -17,24 +17,21 @@ from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, PatternError, ProblemError, is_a, shown
 from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
-from iobs.pruning.baselines.projection import require_global, require_memory
-from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback
+from iobs.pruning.baselines import require_global, require_memory
+from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback, ProgressBar
+from iobs.pruning.cost.affordable import as_seconds, form_of, require_forms, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
-from iobs.pruning.cost.inputs import with_affordable_epochs
-from iobs.pruning.cost.within import as_seconds, form_of, require_forms
 from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.layerwise.grids import require_coded, require_exact, require_solvable
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded
-from iobs.pruning.network.selection import Selection, may_be_found, require_merged
-from iobs.pruning.network.usable import require_usable
+from iobs.pruning.network.selection import Selection, may_be_found, require_merged, require_usable
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.plan.rates import rate_of, require_rates
-from iobs.pruning.progress import ProgressBar
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
-from iobs.pruning.recipe.structured import as_structured_recipe
+from iobs.pruning.recipe.recipe import as_structured_recipe
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.runtime.checkpoint import RUN, Checkpoint
 from iobs.pruning.runtime.ranks import current

@@ -40,7 +40,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import has_outputs_by_position
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
-from iobs.pruning.structure.units_of_layers import SitesOfLayers
+from iobs.pruning.structure.units import SitesOfLayers
 
 _SAMPLED, _FISHER = "sampled text", "Fisher information of rows"  # keys in the checkpoint
 

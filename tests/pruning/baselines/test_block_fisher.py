@@ -9,8 +9,8 @@ from torch import nn
 
 import iobs
 from iobs.errors import CalibrationError, NonFiniteError, NotPositiveDefiniteError, PatternError, ProblemError
-from iobs.pruning.baselines import projection
-from iobs.pruning.baselines.block_fisher import (
+from iobs.pruning import baselines
+from iobs.pruning.baselines import (
     BlockFisher,
     cbs,
     chita,
@@ -260,7 +260,7 @@ def test_methods_name_the_layer_of_a_singular_fisher():
 @pytest.mark.parametrize("sparsity", [0.05, 0.1, 0.5, 0.97])
 @pytest.mark.parametrize("count", [2, 3, 15])
 def test_stages_divide_density_by_equal_factors(sparsity, count):
-    levels = projection.stages(sparsity, count)
+    levels = baselines.stages(sparsity, count)
     assert len(levels) == count
     assert levels[0] == pytest.approx(min(0.1, sparsity))
     assert levels[-1] == sparsity
@@ -270,7 +270,7 @@ def test_stages_divide_density_by_equal_factors(sparsity, count):
 
 
 def test_stages_of_one_is_the_sparsity_alone():
-    assert [*projection.stages(0.7, 1)] == [0.7]
+    assert [*baselines.stages(0.7, 1)] == [0.7]
 
 
 @pytest.mark.parametrize("stages", [1, 4])
@@ -285,8 +285,8 @@ def test_every_stage_takes_gradients_and_prunes_further(network, monkeypatch, st
         def on_measure(self, task, done, total):
             reported.append((done, total))
 
-    monkeypatch.setattr(projection, "gradient_rows", counted)
+    monkeypatch.setattr(baselines, "gradient_rows", counted)
     prune(*network, 0.7, iobs.CHITA(stages=stages, block=16), callbacks=[Watching()])
     assert len(zeros) == stages
-    assert zeros == [0, *(66 - round(66 * (1 - level)) for level in projection.stages(0.7, stages))][:-1]
+    assert zeros == [0, *(66 - round(66 * (1 - level)) for level in baselines.stages(0.7, stages))][:-1]
     assert reported == [(number, stages) for number in range(1, stages + 1)]

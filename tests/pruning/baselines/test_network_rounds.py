@@ -6,7 +6,7 @@ import menagerie
 from torch import nn
 
 import iobs
-from iobs.pruning.baselines import projection
+from iobs.pruning import baselines
 
 STEP = iobs.FineTune(lr=1e-2, steps=2, loss="task")
 
@@ -42,13 +42,13 @@ def test_one_round_of_a_network_solver_has_no_schedule_to_decide():
 
 def test_network_solver_sees_its_own_part_of_fresh_data(monkeypatch):
     seen = []
-    real = projection.gradient_rows
+    real = baselines.gradient_rows
 
     def counted(model, layers, samples):
         seen.append(samples.samples)
         return real(model, layers, samples)
 
-    monkeypatch.setattr(projection, "gradient_rows", counted)
+    monkeypatch.setattr(baselines, "gradient_rows", counted)
     model, data = menagerie.build("perceptron")
     rounds = iobs.Rounds(2, finetune=STEP, data="fresh")
     iobs.prune(model, data, 0.7, iobs.Recipe(solver=iobs.CHITA(block=50), rounds=rounds), holdout=0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import iobs
-from iobs.pruning.cost.inputs import with_affordable_epochs
+from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.network.layers import Layer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -6,8 +6,7 @@ import torch
 from tensor_bytes import TensorBytes
 
 from iobs.models.directory import Directory
-from iobs.models.streamed import BlockWriter, StreamedModel
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import BlockWriter, StreamedModel, StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.cost.memory import peaks, plan
 from iobs.pruning.recipe import Recipe

@@ -15,8 +15,8 @@ from iobs.core.patterns import as_pattern
 from iobs.pruning import driver
 from iobs.pruning.cost import foresight as foresight_module
 from iobs.pruning.cost import prices
+from iobs.pruning.cost.affordable import as_seconds, fitting, forms
 from iobs.pruning.cost.foresight import Foresight
-from iobs.pruning.cost.within import as_seconds, fitting, forms
 from iobs.pruning.cost.work import Prices
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import Layer

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import iobs
 from iobs.errors import ModelError, OutputError
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 from iobs.pruning.blockwise import storage
 from iobs.pruning.cost import memory
 from iobs.pruning.descent.gradients import BlockwiseGradient

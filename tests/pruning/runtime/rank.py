@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import iobs
-from iobs.models.streamed_store import StreamedStore
+from iobs.models.streamed import StreamedStore
 from iobs.pruning.layerwise import problem
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import ranks as distributed

@@ -14,7 +14,7 @@ from iobs.errors import CalibrationError, LayerSelectionError, ModelError, Patte
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
-from iobs.pruning.structure.traced_batches import shortened, traced_batches
+from iobs.pruning.structure.trace import shortened, traced_batches
 from iobs.pruning.structured.run import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 

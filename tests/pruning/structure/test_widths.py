@@ -23,16 +23,15 @@ from transformers import (
 import iobs
 from iobs.errors import LayerSelectionError, ModelError
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.recipe.structured import STRUCTURED
+from iobs.pruning.recipe.recipe import STRUCTURED
 from iobs.pruning.store import Store
-from iobs.pruning.structure.config_fields import Field
-from iobs.pruning.structure.config_widths import built_shapes, shapes_of, widths_of
+from iobs.pruning.structure.config_widths import Field, built_shapes, shapes_of, widths_of
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Reader, Site, Slices
 from iobs.pruning.structured.run import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
-from iobs.pruning.widths.plan import choices_of
+from iobs.pruning.widths.knapsack import choices_of
 
 ALL = {"neurons": 2, "heads": 2}
 LOADABLE = {

@@ -6,8 +6,7 @@ import pytest
 from torch import nn, randn
 
 import iobs
-from iobs.pruning.widths.knapsack import WidthChoice
-from iobs.pruning.widths.plan import equal_shares
+from iobs.pruning.widths.knapsack import WidthChoice, equal_shares
 
 
 class Chain:

@@ -23,8 +23,7 @@ from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
 from iobs.pruning.cost.memory import Plan
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating, state
-from iobs.pruning.network.selection import Selection, unobserved
-from iobs.pruning.network.usable import require_usable
+from iobs.pruning.network.selection import Selection, require_usable, unobserved
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import scratch_folder

@@ -22,10 +22,9 @@ from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
+from iobs.pruning.cost.affordable import form_of, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
-from iobs.pruning.cost.inputs import with_affordable_epochs
 from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
-from iobs.pruning.cost.within import form_of
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state

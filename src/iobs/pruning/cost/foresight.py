@@ -9,12 +9,11 @@ import torch
 
 from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.cost.inputs import with_affordable_epochs, with_affordable_steps
+from iobs.pruning.cost.affordable import fitting, form_of, with_affordable_epochs, with_affordable_steps
 from iobs.pruning.cost.memory import peaks_in_memory, present_bytes
 from iobs.pruning.cost.prices import measure
-from iobs.pruning.cost.within import fitting, form_of
 from iobs.pruning.cost.work import Prices, Work, forecast
-from iobs.pruning.decisions.rounds import one_kind_of_steps
+from iobs.pruning.decisions import one_kind_of_steps
 from iobs.pruning.descent.sampled_text import copies_to_sample, windows_of_steps
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.layers import Layer

@@ -23,7 +23,7 @@ from iobs.errors import IOBSError, PatternError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
 from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.cost.inputs import ObservedInput, observing_inputs
+from iobs.pruning.cost.affordable import ObservedInput, observing_inputs
 from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer
@@ -36,7 +36,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
-from iobs.pruning.structure.units_of_layers import ChosenGroups
+from iobs.pruning.structure.units import ChosenGroups
 
 UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
 _SHARE = 0.02  # of the operations of all solves that the trial of one may take

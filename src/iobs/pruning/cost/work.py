@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
-from iobs.pruning.decisions.learning_rate import candidates
+from iobs.pruning.decisions import candidates
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part

@@ -21,7 +21,7 @@ from iobs.pruning.layerwise.patterns import patterns_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings, NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
-from iobs.pruning.structure.units_of_layers import ChosenGroups
+from iobs.pruning.structure.units import ChosenGroups
 from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores

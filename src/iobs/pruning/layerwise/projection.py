@@ -2,7 +2,7 @@
 
 The way of one layer:
 
-    pattern              how many entries stay: `plan.allocate` and `decisions.rounds.scheduled`
+    pattern              how many entries stay: `plan.allocate` and `decisions.scheduled`
     Gram matrices        `calibration.sweep`
     Projection.project   builds the `Task` of the layer, writes the solution into the model, measures it
     problem.solve_layer  builds the quadratic and calls `iobs.solve`

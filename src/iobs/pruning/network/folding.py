@@ -27,7 +27,7 @@ from iobs.errors import CalibrationError, is_out_of_memory
 from iobs.pruning.network.calls import Args, Kwargs, before_calls, recorded_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers
-from iobs.pruning.network.usable import require_usable
+from iobs.pruning.network.selection import require_usable
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 

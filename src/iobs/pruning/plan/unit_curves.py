@@ -23,8 +23,15 @@ from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import JsonObject
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Site
-from iobs.pruning.widths.readers import Part, ReaderProblem, SiteCurve, joint_quadratic
-from iobs.pruning.widths.softened import damage, softened, temperature_of
+from iobs.pruning.widths.readers import (
+    Part,
+    ReaderProblem,
+    SiteCurve,
+    damage,
+    joint_quadratic,
+    softened,
+    temperature_of,
+)
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.grouped.removal import removal_path
 from iobs.solvers.grouped.system import GroupSystem

@@ -17,11 +17,9 @@ from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.removal import take_biases
 from iobs.pruning.structure.units import Site
-from iobs.pruning.widths.clock import NAMES
 from iobs.pruning.widths.costs import CostModel, Products
-from iobs.pruning.widths.knapsack import WidthChoice, require_reachable
-from iobs.pruning.widths.latency import Latency, measure, narrowed, shares_of
-from iobs.pruning.widths.plan import choices_of, chosen_widths, possible_widths
+from iobs.pruning.widths.knapsack import WidthChoice, choices_of, chosen_widths, possible_widths, require_reachable
+from iobs.pruning.widths.latency import NAMES, Latency, measure, narrowed, shares_of
 from iobs.pruning.widths.readers import SiteCurve, joint_quadratic
 from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve

@@ -1,22 +1,22 @@
-"""The check of a removal: a narrower network gives what the wide one gives whose columns of removed units are zero.
-
-Before a run `verify` removes units of single sites from copies of the modules around them. `require_narrower` removes
-units of all sites, if batches differ in the layers that they call. After a run `Expected` checks the network itself.
-"""
+"""The line of code that gives a tensor a size which removed units would change, such as `x.view(-1, 256)`."""
 
 from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+import iobs
 from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.copies import copied
@@ -26,10 +26,14 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits, tensors_of
 from iobs.pruning.structure.config_widths import is_configured
-from iobs.pruning.structure.fixed_sizes import FixedSizes
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
+_SIZED = {
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.expand),
+    *(Tensor.split, torch.split, Tensor.narrow, torch.narrow),
+}
+_LIBRARIES = tuple(Path(each.__path__[0]) for each in (torch, iobs))  # whose lines no user changes
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # of a call, by place and by name
 
 _COPY_LIMIT = 2**30  # bytes of a model that is copied, to compare or time it beside another
@@ -37,6 +41,48 @@ _PIECE = 2**22  # outputs that are compared at once, in float64
 _LARGEST_GAP = 0.05  # difference of outputs, relative to the largest output, that rounding may explain
 _TOLERANCE = 1e-4  # difference of outputs of a site in float32, relative to the largest output
 _MOST_TRIES = 64  # combinations of attributes of one site
+
+
+class FixedSizes(TorchFunctionMode):
+    """Finds the last call, while it is active, with a size that is a multiple of a number of units.
+
+    Args:
+        count: the number of units.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.line = count, ""
+
+    def __torch_function__(
+        self, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        """Look at the sizes of a call, and call."""
+        if function in _SIZED:
+            sizes = _whole_numbers((args[1:], kwargs or {}))
+            if any(size >= self.count and size % self.count == 0 for size in sizes):
+                self.line = _line_of_code() or self.line
+        return function(*args, **(kwargs or {}))
+
+
+def _whole_numbers(values: Any) -> Iterator[int]:
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from _whole_numbers(value)
+    elif type(values) is int:
+        yield values
+
+
+def _line_of_code() -> str:
+    """Place and text of the innermost line that runs and is no line of torch or iobs; "" without one."""
+    for frame in reversed(traceback.extract_stack()):
+        file = Path(frame.filename)
+        if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
+            text = f": {frame.line}" if frame.line else ""
+            return f"{file.name}, line {frame.lineno}{text}"
+    return ""
 
 
 def can_copy(model: nn.Module) -> bool:

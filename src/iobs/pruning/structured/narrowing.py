@@ -36,9 +36,8 @@ from iobs.pruning.structure.config_widths import is_configured, widths_of
 from iobs.pruning.structure.expected import Expected, can_copy, require_narrower
 from iobs.pruning.structure.removal import remove, take_biases
 from iobs.pruning.structure.sites import checked_sites
-from iobs.pruning.structure.traced_batches import traced_batches
-from iobs.pruning.structure.units import Site
-from iobs.pruning.structure.units_of_layers import SitesOfLayers
+from iobs.pruning.structure.trace import traced_batches
+from iobs.pruning.structure.units import Site, SitesOfLayers
 from iobs.pruning.structured_report import (
     CostRecord,
     PlannedCost,
@@ -48,8 +47,7 @@ from iobs.pruning.structured_report import (
     WidthRecord,
 )
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.knapsack import require_reachable
-from iobs.pruning.widths.plan import choices_of, chosen_widths
+from iobs.pruning.widths.knapsack import choices_of, chosen_widths, require_reachable
 from iobs.pruning.workspace import Request, Workspace
 
 _WHERE = ("in the layers that hold units", "in all layers")  # of costs

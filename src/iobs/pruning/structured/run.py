@@ -20,19 +20,17 @@ from iobs.pruning.calibration.observe import require_repeatable
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
-from iobs.pruning.network.selection import adapters_of
-from iobs.pruning.network.usable import require_usable
+from iobs.pruning.network.selection import adapters_of, require_usable
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.structured import require_structured
+from iobs.pruning.recipe.recipe import require_structured
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured.narrowing import SiteRemoval
 from iobs.pruning.structured.shortening import PartRemoval, StoreBesideDense
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, StructuredRequest, UnitsPlan
-from iobs.pruning.widths.clock import NAMES, require_runtime
 from iobs.pruning.widths.costs import note_differing_shapes
-from iobs.pruning.widths.latency import shares_of
+from iobs.pruning.widths.latency import NAMES, require_runtime, shares_of
 
 _NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
 

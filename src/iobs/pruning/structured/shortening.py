@@ -33,8 +33,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure.expected import Expected, can_copy, require_rebuilt
-from iobs.pruning.structured.blocks import Blocks
-from iobs.pruning.structured.experts import Experts
+from iobs.pruning.structured.parts import Blocks, Experts
 from iobs.pruning.structured_report import (
     CostRecord,
     PlannedCost,
@@ -44,7 +43,7 @@ from iobs.pruning.structured_report import (
     WidthRecord,
 )
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.softened import damage, softened, temperature_of
+from iobs.pruning.widths.readers import damage, softened, temperature_of
 from iobs.pruning.workspace import Request, Workspace
 
 

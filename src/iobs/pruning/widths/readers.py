@@ -9,6 +9,7 @@ others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,22 @@ from iobs.core.linalg import cholesky
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError
 from iobs.pruning.calibration.gram import Statistics
+from iobs.pruning.calibration.losses import divergence, mean_loss
 from iobs.pruning.calibration.row_fisher import RowFisher
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.recipe import LossFunction
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import class_axis, logits
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Index
 from iobs.solvers.grouped.system import definite_factor, refitted
 
 _LEAST_DAMPING = 1e-6
 _RAISES = 5  # a failed factorisation raises the damping tenfold, at most this many times
+DAMAGE_LIMIT = 100.0  # nats; a divergence above it, or NaN, says no more than that the network is destroyed
+_ENTROPY = 1.0  # nats that softened outputs have on average, or half of the most if there are few classes
+_TEMPERATURES = (1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True)
@@ -179,3 +189,38 @@ def _of_units(part: Part) -> tuple[Tensor, Tensor]:
     crossed = matrix[others][:, units]
     solved = torch.cholesky_solve(crossed, cholesky(matrix[others][:, others]))
     return hessian - crossed.T @ solved, linear_of_units - linear[:, others] @ solved
+
+
+def damage(model: nn.Module, answered: Samples, loss: LossFunction) -> float:
+    """The mean of a softened divergence from the dense outputs, or the upper limit if it is NaN or larger."""
+    value = mean_loss(model, answered, loss)
+    return DAMAGE_LIMIT if math.isnan(value) else min(value, DAMAGE_LIMIT)
+
+
+def softened(temperature: float) -> LossFunction:
+    """The divergence for batches of `losses.answered`, from outputs that are divided by a temperature."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(batch, (tuple, list))
+        inputs, answers, *labels = batch
+        outputs = logits(batches.forward(model, batch))
+        return divergence(model, (inputs, *labels), answers / temperature, outputs / temperature)
+
+    return loss
+
+
+def temperature_of(answered: Samples) -> float:
+    """The least temperature at which the dense outputs have enough entropy; 1 for outputs that are no classes."""
+    batch = answered.batches[0]
+    assert isinstance(batch, (tuple, list))
+    inputs, answers, *labels = batch
+    axis = class_axis(answers, (inputs, *labels))
+    if axis is None:
+        return _TEMPERATURES[0]
+    scores = answers.movedim(axis, -1).float()
+    enough = min(_ENTROPY, 0.5 * float(torch.tensor(scores.shape[-1]).log()))
+    for temperature in _TEMPERATURES:
+        shares = (scores / temperature).softmax(-1)
+        if float(torch.special.entr(shares).sum(-1).mean()) >= enough:
+            return temperature
+    return _TEMPERATURES[-1]

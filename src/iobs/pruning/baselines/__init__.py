@@ -1,1 +1,0 @@
-"""Published one-shot pruners, for comparison."""
