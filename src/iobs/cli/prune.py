@@ -379,16 +379,7 @@ def _prune_resident(
             )
         plan, foreseen = plan_of(store, request, batches, within), None
         if store.whole and batches:
-            foreseen = foresee(
-                store,
-                request.recipe,
-                request.patterns,
-                request.pattern,
-                batches,
-                holdout=request.holdout,
-                seed=request.seed,
-                within=within,
-            )
+            foreseen = foresee(store, request, batches, within)
         if current().first:
             show_layers(request, selection.skipped, as_json, plan, foreseen)
         return None
@@ -454,7 +445,7 @@ def _run(
     from iobs.cli.running import prune_with_progress, score
     from iobs.errors import first_line
     from iobs.evaluate import BeforeAfter
-    from iobs.pruning.cost.foresight import foresee_peaks
+    from iobs.pruning.cost.memory import peaks_in_memory
 
     run_options = settings.options
     name, window, batches = batches_of_run(loaded, run_options)
@@ -462,8 +453,7 @@ def _run(
     if plan is not None:
         show_plan(plan, console.say)
     elif request is not None:
-        layers, holdout, seed = [*request.patterns], request.holdout, request.seed
-        show_peak(foresee_peaks(store, request.recipe, layers, request.pattern, batches, holdout, seed), console.say)
+        show_peak(peaks_in_memory(store, request, batches), console.say)
     with store.runnable():
         dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")
     facts = {"model": loaded.source, "calibration": name, "seq_len": window}

@@ -304,21 +304,9 @@ def forecaster(workspace: Workspace) -> Callable[[], object]:
     steps = workspace.decided.rounds.finetune or workspace.decided.finetune
     if workspace.recipe.network_solver or not (steps or workspace.callbacks.wants_forecast):
         return lambda: None
-    recipe, request, samples = (
-        workspace.recipe,
-        workspace.request,
-        Samples.of(workspace.fit.batches + workspace.heldout.batches),
-    )
-    sizes, prices = measure(
-        workspace.store,
-        recipe,
-        request.patterns,
-        request.pattern,
-        workspace.chain,
-        samples,
-        request.holdout,
-        workspace.fit,
-    )
+    recipe, request = workspace.recipe, workspace.request
+    samples = Samples.of(workspace.fit.batches + workspace.heldout.batches)
+    sizes, prices = measure(workspace.store, request, workspace.chain, samples, request.holdout, workspace.fit)
     sampled = 0 if workspace.scoring is None else workspace.scoring.windows_to_sample()
 
     def foretell() -> Forecast:

@@ -197,8 +197,7 @@ def _in_time(
     """
 
     def choose() -> JsonObject:
-        arguments = store, request.recipe, request.patterns, request.pattern, batches, request.holdout, request.seed
-        number, note = Foresight.of(*arguments).within(request.recipe, seconds)
+        number, note = Foresight.of(store, request, batches).within(seconds)
         return {"form": number, "note": note, "seconds": seconds}
 
     # A new checkpoint is made after the choice: where nothing ends in time, none is left behind.

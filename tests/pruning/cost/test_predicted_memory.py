@@ -18,8 +18,8 @@ from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe
-from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 TOKENS, WIDTH = 64, 256
 
@@ -132,10 +132,10 @@ def language_model():
 
 def in_memory(language_model, pattern=0.5, recipe="one-shot", holdout=0.5):
     model, data = language_model
-    store = Store(model)
-    layers = store.select(None, None, False).layers
-    fit, heldout = split(Samples.of(data), holdout, 0)
-    return peaks_in_memory(store, Recipe.preset(recipe), fit, heldout, layers, as_pattern(pattern), 0)
+    store, pattern = Store(model), as_pattern(pattern)
+    recipe = Recipe.preset(recipe) if isinstance(recipe, str) else recipe
+    patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
+    return peaks_in_memory(store, Request(recipe, patterns, pattern, holdout, 0, None), data, 0)
 
 
 def test_a_language_model_in_memory_takes_its_copies_and_its_scores(language_model):
@@ -167,7 +167,4 @@ def test_an_encoder_has_no_scores_of_a_vocabulary(language_model):
 
 def test_memory_of_other_models_and_of_fine_tuning_is_not_foretold(language_model):
     assert in_memory((nn.Linear(4, 4), [torch.randn(8, 4)])) == {}
-    model, data = language_model
-    store, tuned = Store(model), Recipe(finetune=FineTune(lr=1e-3, optimizer="adam"))
-    layers = store.select(None, None, False).layers
-    assert peaks_in_memory(store, tuned, Samples.of(data), Samples(), layers, as_pattern(0.5), 0) == {}
+    assert in_memory(language_model, recipe=Recipe(finetune=FineTune(lr=1e-3, optimizer="adam"))) == {}

@@ -22,6 +22,7 @@ from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_forecasts_of_the_forms_fall(network):
     patterns = dict.fromkeys(selection.layers, pattern)
     recipe = iobs.Recipe.preset("best")
     with evaluating(model):
-        foresight = Foresight.of(store, recipe, patterns, pattern, data, 0.1, 0)
+        foresight = Foresight.of(store, Request(recipe, patterns, pattern, 0.1, 0, None), data)
         times = [foresight.forecast(form.recipe).seconds for form in forms(recipe, pattern)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1] > 0
@@ -140,7 +141,7 @@ def foresight_of(model, data, recipe, pattern=0.5):
     pattern, store = as_pattern(pattern), Store(model)
     patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
     with evaluating(model):
-        return Foresight.of(store, recipe, patterns, pattern, data, 0.1, 0)
+        return Foresight.of(store, Request(recipe, patterns, pattern, 0.1, 0, None), data)
 
 
 def test_a_limit_of_time_counts_the_rounds_that_a_run_may_add(network):
@@ -152,8 +153,8 @@ def test_a_limit_of_time_counts_the_rounds_that_a_run_may_add(network):
     assert "steps" not in rounds[False]
     assert rounds[True]["steps"].units == (count - 2) * steps  # the first projection of growing sparsity is undone
     before = foresight.forecast(recipe, True).seconds
-    assert foresight.within(recipe, 1.01 * before)[0] == 0
-    assert foresight.within(recipe, 0.99 * before)[0] > 0
+    assert foresight.within(1.01 * before)[0] == 0
+    assert foresight.within(0.99 * before)[0] > 0
 
 
 def test_windows_that_steps_sample_are_foretold(monkeypatch):

@@ -36,6 +36,7 @@ from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 
 class BlockSource(Protocol):
@@ -285,9 +286,9 @@ class BlockwiseStore(Store, ABC):
         foresight, form = None, ""
         if timed:
             of_layers = {layer: (patterns or {}).get(layer, pattern) for layer in selection.layers}
-            foresight = Foresight.of(self, recipe, of_layers, pattern, batches, holdout, 0)
+            foresight = Foresight.of(self, Request(recipe, of_layers, pattern, holdout, 0, None), batches)
             if within is not None:
-                number, form = foresight.within(recipe, within)
+                number, form = foresight.within(within)
                 recipe = form_of(recipe, pattern, number)
         recipe = with_affordable_epochs(recipe, selection.layers, batches, self.device)
         sizes = self._sizes(selection, batches, recipe)

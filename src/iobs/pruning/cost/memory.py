@@ -14,6 +14,7 @@ from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
 from iobs.pruning.calibration.row_fisher import PROBE_TOKENS
+from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.cost.work import run_samples, solver_cost
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
@@ -29,8 +30,9 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import AT_ONCE, Batch
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 _CODE = 100 * 2**20  # bytes that compiled kernels and the linear algebra library allocate at their first use
 _MASTER_BYTES = 9  # per fitted weight: a float32 master, its copy before the steps, and an entry of the mask
@@ -426,13 +428,7 @@ def present_bytes(device: torch.device) -> int:
 
 
 def peaks_in_memory(
-    store: Store,
-    recipe: Recipe,
-    fit: Samples,
-    heldout: Samples,
-    layers: Sequence[Layer],
-    pattern: Pattern,
-    present: int,
+    store: Store, request: Request, data: Sequence[Batch], present: int | None = None
 ) -> dict[str, int]:
     """Peak bytes of every phase of a run with the whole model in memory; empty where they are not foretold.
 
@@ -441,13 +437,14 @@ def peaks_in_memory(
 
     Args:
         store: of the model.
-        recipe: how to prune, with numbers in place of "auto".
-        fit: calibration samples.
-        heldout: held-out samples.
-        layers: the layers to prune.
-        pattern: of the run.
-        present: `present_bytes`, when the model has been loaded.
+        request: how to prune.
+        data: calibration samples.
+        present: `present_bytes`, when the model has been loaded; None: now.
     """
+    layers, pattern = [*request.patterns], request.pattern
+    recipe = with_affordable_epochs(request.recipe, layers, data, store.device)
+    fit, heldout = split(Samples.of([*data]), request.holdout, request.seed)
+    present = present_bytes(store.device) if present is None else present
     config, fitting = getattr(store.model, "config", None), recipe.blocks
     vocabulary, hidden, blocks = (
         int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size", "num_hidden_layers")

@@ -37,6 +37,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units import ChosenGroups
+from iobs.pruning.workspace import Request
 
 UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
 _SHARE = 0.02  # of the operations of all solves that the trial of one may take
@@ -51,28 +52,19 @@ _LONG = 1.0  # seconds after which a call is not repeated
 
 
 def measure(
-    store: Store,
-    recipe: Recipe,
-    patterns: Mapping[Layer, Pattern],
-    pattern: Pattern,
-    chain: list[Block],
-    data: Samples,
-    held_out: float,
-    fit: Samples | None = None,
+    store: Store, request: Request, chain: list[Block], data: Samples, held_out: float, fit: Samples | None = None
 ) -> tuple[Work, Prices]:
     """Measure the sizes of a run and the prices of its work, on the first calibration samples.
 
     Args:
         store: of the dense model, in eval mode.
-        recipe: how to prune.
-        patterns: of the layers to prune.
-        pattern: of the run.
+        request: its solvers are timed on its layers.
         chain: blocks along which the model can be run, possibly none.
         data: all samples.
         held_out: share of the samples that is held out.
         fit: samples of the fine-tuning, if there is any.
     """
-    layers, blocks = [*patterns], recipe.blocks or BlockFit()
+    layers, blocks = [*request.patterns], request.recipe.blocks or BlockFit()
     steps = in_steps(store.model, data, blocks).batches
     batch = steps[0]
     positions, count = sum(map(_positions, data.batches)), _positions(batch)
@@ -94,7 +86,7 @@ def measure(
             fit=fit,
             ranks=current().size,
         )
-        prices = _prices_of_solves(workload, recipe, patterns, pattern, store.device)
+        prices = _prices_of_solves(workload, request, store.device)
     byte = passes.bringing / workload.model_bytes
     return workload, replace(prices, forward=passes.seconds / count, byte=byte)
 
@@ -190,10 +182,9 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
 
 
 # ---- solves
-def _prices_of_solves(
-    workload: Work, recipe: Recipe, patterns: Mapping[Layer, Pattern], pattern: Pattern, device: torch.device
-) -> Prices:
+def _prices_of_solves(workload: Work, request: Request, device: torch.device) -> Prices:
     """Prices of Grams, solves and updates, from solves on made-up inputs."""
+    recipe, patterns = request.recipe, request.patterns
     pairs, held_out = recipe.target != "layer", workload.held_out > 0
     side = _SIDE if device.type == "cpu" else _SIDE_ON_GPU
     gram = _price_of_grams(workload, side, pairs, device)
@@ -210,7 +201,7 @@ def _prices_of_solves(
         return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve)
 
     prices = priced(recipe, patterns, pairs, held_out)
-    if under_pattern(recipe.division, pattern).criterion == "uniform":
+    if under_pattern(recipe.division, request.pattern).criterion == "uniform":
         return prices
     measured = dict.fromkeys(patterns, Unstructured(0.5))
     return replace(prices, of_curves=priced(recipe_of_curves(recipe), measured, False, False))

@@ -331,12 +331,14 @@ class SiteRemoval:
 
     def foretell(self) -> Forecast:
         """The work of a run after the search for units, and its time on this machine."""
-        request = self.request
-        patterns = {layer: self.sites.groups(layer) for layer in self.selection.layers}
-        foresight = Foresight.of(
-            self.store, request.recipe, patterns, request.pattern, self.data, request.holdout, request.seed
-        )
-        return foresight.forecast(request.recipe)
+        return Foresight.of(self.store, self._solving(), self.data).forecast(self.request.recipe)
+
+    def _solving(self) -> Request:
+        """The request of the solves of the layers that read units."""
+        request, sites = self.request, self.sites
+        patterns = {layer: sites.groups(layer) for layer in self.selection.layers}
+        common = request.recipe, patterns, request.pattern, request.holdout, request.seed, request.checkpoint
+        return Request(*common, sites, self.tied, self.offered)
 
     def solve(self, frozen: frozenset[str]) -> Report:
         """Choose the units, set the columns of the others to zero, and solve for what reads the rest.
@@ -348,18 +350,10 @@ class SiteRemoval:
         self.refitted_sites = sites.sites if request.recipe.refits_biases else ()
         require_counts = partial(self.widths.require_counts, model, sites.sites, bool(self.refitted_sites))
         with self._added_biases() as self.added:
-            solving = Request(
-                request.recipe,
-                {layer: sites.groups(layer) for layer in self.selection.layers},
-                request.pattern,
-                request.holdout,
-                request.seed,
-                request.checkpoint,
-                sites,
-                self.tied,
-                self.offered,
-                require_counts if self.loadable else None,
-                tuple(self.added),
+            solving = replace(
+                self._solving(),
+                require_counts=require_counts if self.loadable else None,
+                added=tuple(self.added),
             )
             workspace = Workspace.of(self.store, solving, self.selection, self.data, self.callbacks, frozen)
             report = run(workspace, ends=False)
