@@ -12,8 +12,7 @@ Modules, in an order in which each imports only from modules before it (`tests/t
     structure    units of a network (channels, neurons, heads), and their physical removal
     runtime      processes and storage: checkpoints, ranks, memory
     forecast     the work of a run and the time that is left
-    callbacks    progress of a run, for callbacks
-    progress     the progress bar of a run, a callback
+    callbacks    progress of a run, for callbacks; the progress bar is one
     calibration  forward passes of the calibration data: Gram matrices and losses
     audit        zeros counted entry by entry
     store        reads, writes, copies and restores weights during a run

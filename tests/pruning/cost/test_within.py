@@ -221,7 +221,7 @@ def foretold(monkeypatch):
 
     def set_to(with_steps, without):
         def forecast(self, recipe, grown=False):
-            assert all(isinstance(layer, Layer) for layer in self.layers)
+            assert all(isinstance(layer, Layer) for layer in self.request.patterns)
             return Forecast((Part("layers", 1, without if recipe.finetune is None else with_steps),))
 
         monkeypatch.setattr(Foresight, "forecast", forecast)
