@@ -21,7 +21,7 @@ def test_dry_run_checks_that_data_exists(run, tmp_path):
 
 def test_eval_data_is_checked_before_pruning(run, classifier, tmp_path, monkeypatch):
     np.savez(tmp_path / "wide.npz", images=np.zeros((9, 1, 50, 50), np.float32), labels=np.arange(9))
-    monkeypatch.setattr("iobs.cli.prune._run", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr("iobs.cli.in_memory._run", lambda *_: pytest.fail("the work began"))
     options = ("--data", f"{classifier}:batches", "--eval-data", tmp_path / "wide.npz", "-o", tmp_path / "out")
     assert "cannot take batch 1, tensors of shape (8, 1, 50, 50)" in one_error(
         run("prune", f"{classifier}:net", *options, code=2)

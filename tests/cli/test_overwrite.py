@@ -6,7 +6,7 @@ import pytest
 from checks import one_error
 from short_options import ONE_SHOT
 
-from iobs.cli import by_blocks, prune
+from iobs.cli import by_blocks, in_memory
 from iobs.report import read_report
 
 
@@ -20,7 +20,7 @@ def test_prune_replaces_an_earlier_output_only_if_asked(run, arguments, tmp_path
     run("prune", *arguments)
     (out / "old.txt").write_text("old")
     with monkeypatch.context() as patch:
-        patch.setattr(prune, "_prune_resident", lambda *_: pytest.fail("the work began"))
+        patch.setattr(in_memory, "prune_in_memory", lambda *_: pytest.fail("the work began"))
         assert "add --overwrite" in one_error(run("prune", *arguments, code=2))
     run("prune", *arguments, "--sparsity", "75%", "--overwrite")
     assert read_report(out / "report.json").sparsity == 0.75

@@ -13,17 +13,28 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
+from torch import Tensor, nn
+
+from iobs.cli.loading import use_threads
+from iobs.core.files import weight_files
+from iobs.core.memory import available
+from iobs.core.structured import Runtime, require_known_runtime
 from iobs.errors import ModelError, first_line
+from iobs.inference import accelerate
+from iobs.inference.choices import Precision
+from iobs.inference.decodable import most_tokens, undecodable
+from iobs.inference.decoder import Decoder, generated
+from iobs.inference.fused import FusedForward
+from iobs.inference.storing import bytes_held, precision_of
+from iobs.models import LoadedModel, load
+from iobs.models.packed import is_ready_to_run, open_packed, packed_precision
+from iobs.models.packed_files import dense_entries, unpacked
+from iobs.pruning.runtime.memory import give_back
+from iobs.pruning.widths.latency import NAMES, require_runtime, shares_of
 from iobs.report.comparisons import BesideRow, RunningRow
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from iobs.core.structured import Runtime
-    from iobs.inference.choices import Precision
-    from iobs.models import LoadedModel
 
 DenseForm = Literal["float32", "bfloat16"]
 Form = Literal["float32", "bfloat16", "filled", "stored"]
@@ -97,9 +108,6 @@ def measure_forms(
         ModelError: the model cannot be loaded, or has no known input.
         OutputError: the disk has too little room for the dense files of a packed model.
     """
-    from iobs.models.packed import is_ready_to_run, packed_precision
-    from iobs.models.packed_files import unpacked
-
     with ExitStack() as stack:
         dense = workload.model
         workload = replace(workload, precision=packed_precision(dense) or workload.precision)
@@ -113,11 +121,6 @@ def measure_forms(
 
 def _have_room(dense: Path) -> bool:
     """Check that main memory holds all forms of a model at once; True where the size or the memory is not known."""
-    import torch
-
-    from iobs.core.files import weight_files
-    from iobs.core.memory import available
-    from iobs.models.packed_files import dense_entries
 
     files = weight_files(dense) if dense.is_dir() else []
     entries = [entry for file in files for entry in dense_entries(file).values()]
@@ -178,14 +181,6 @@ _prepared: list[Callable[[], Timing]] = []  # of a process that measures: its re
 
 def _prepare(workload: Workload, model: str, form: str) -> tuple[str, dict[str, int]]:
     """Load the model in a form, run it once, and return the name of the form and the bytes that it holds, by kind."""
-    import torch
-
-    from iobs.cli.loading import use_threads
-    from iobs.inference import accelerate
-    from iobs.inference.storing import bytes_held, precision_of
-    from iobs.models import load
-    from iobs.models.packed import is_ready_to_run, open_packed
-    from iobs.pruning.runtime.memory import give_back
 
     if workload.threads is not None:
         torch.set_num_threads(workload.threads)
@@ -228,8 +223,6 @@ def fastest_threads(repeat: Callable[[], Timing]) -> int:
 
     A small model, or a busy machine, is slower with all threads: every operation then waits for the last of them.
     """
-    import torch
-
     speeds = {}
     for threads in sorted({torch.get_num_threads(), 1}):
         torch.set_num_threads(threads)
@@ -257,11 +250,6 @@ def _peak() -> int | None:
 
 def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetition:
     """The work of a loaded model."""
-    import torch
-
-    from iobs.inference.decodable import most_tokens, undecodable
-    from iobs.inference.decoder import Decoder, generated
-    from iobs.inference.fused import FusedForward
 
     if loaded.task != "causal-lm":
         image = image_of(loaded, workload)
@@ -306,8 +294,6 @@ def image_of(loaded: LoadedModel, workload: Workload) -> Tensor:
     Raises:
         ModelError: neither says a shape.
     """
-    import torch
-
     described = getattr(loaded.module, "default_cfg", None) or {}
     shape = workload.shape or described.get("input_size")
     config: object = getattr(loaded.module, "config", None)
@@ -326,9 +312,6 @@ def runtimes_of(name: str | None) -> tuple[Runtime, ...]:
     Raises:
         ProblemError: the runtime is unknown or not installed.
     """
-    from iobs.core.structured import require_known_runtime
-    from iobs.pruning.widths.latency import require_runtime
-
     if name is None:
         installed = all(find_spec(module) is not None for module in ("onnx", "onnxruntime"))
         return ("torch", "onnx") if installed else ("torch",)
@@ -354,10 +337,6 @@ def measure_beside(
     Raises:
         ModelError: a model cannot be loaded, or does not take the input, or no runtime can run both.
     """
-    import torch
-
-    from iobs.models import load
-    from iobs.pruning.widths.latency import NAMES, shares_of
 
     if workload.threads is not None:
         torch.set_num_threads(workload.threads)
@@ -390,8 +369,6 @@ def input_of(loaded: LoadedModel, workload: Workload) -> Tensor | dict[str, Tens
     Raises:
         ModelError: neither says a shape.
     """
-    import torch
-
     embeddings = getattr(loaded.module, "get_input_embeddings", lambda: None)()
     vocabulary = getattr(embeddings, "num_embeddings", None)
     if workload.shape is not None or vocabulary is None:

@@ -8,25 +8,38 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
+import torch
 import typer
+from torch import nn
 
 from iobs.cli import console
+from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
+from iobs.cli.run_file import RunSettings
+from iobs.cli.running import OutputPlace, prune_with_progress, write_card
+from iobs.core.files import expanded, weight_files
+from iobs.core.memory import available
+from iobs.core.patterns import Budget
+from iobs.core.steps import in_words
+from iobs.data import Batch
 from iobs.errors import ModelError, OutputError, ProblemError, is_out_of_memory
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from iobs.cli.run_file import RunSettings
-    from iobs.cli.running import OutputPlace
-    from iobs.data import Batch
-    from iobs.models import LoadedModel
-    from iobs.pruning.blockwise.offloaded import OffloadedStore
-    from iobs.pruning.cost.memory import Plan
-    from iobs.pruning.store import Store
-    from iobs.pruning.workspace import Request
+from iobs.models import LoadedModel
+from iobs.models.factory import is_built_by_code
+from iobs.models.skeleton import shapes_of, without_weights
+from iobs.models.streamed import StreamedModel, StreamedStore
+from iobs.pruning.blockwise.offloaded import OffloadedStore
+from iobs.pruning.blockwise.storage import parse_place
+from iobs.pruning.blockwise.store import fits, require_streamable, resident_bytes
+from iobs.pruning.cost.machines import GPUS, need
+from iobs.pruning.cost.memory import Plan
+from iobs.pruning.cost.work import warning_of_days
+from iobs.pruning.driver import requested, selected_for
+from iobs.pruning.runtime import memory
+from iobs.pruning.runtime.ranks import current
+from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
+from iobs.report import summary_lines, write_report
 
 Result = TypeVar("Result")
 
@@ -54,9 +67,6 @@ class StreamPlace:
         Raises:
             ProblemError: there is no such place.
         """
-        from iobs.pruning.blockwise.offloaded import OffloadedStore
-        from iobs.pruning.blockwise.storage import parse_place
-
         return OffloadedStore(module, device, parse_place(self.place or "auto"), self.folder)
 
 
@@ -67,10 +77,6 @@ def refuse_streams(streams: str, device: str | None) -> None:
         typer.BadParameter: the device is the CPU.
         ProblemError: there is no such place.
     """
-    import torch
-
-    from iobs.cli.loading import checked_device
-    from iobs.pruning.blockwise.storage import parse_place
 
     parse_place(streams)
     if torch.device(checked_device(device)).type == "cpu":
@@ -93,12 +99,6 @@ def store_of(loaded: LoadedModel, request: Request | None, device: str, streams:
     Raises:
         ProblemError: the model does not fit, and the recipe needs the whole model.
     """
-    import torch
-
-    from iobs.models.factory import is_built_by_code
-    from iobs.pruning.blockwise.store import fits, resident_bytes
-    from iobs.pruning.cost.work import warning_of_days
-    from iobs.pruning.store import Store
 
     place = torch.empty(0, device=device).device
     if request is not None and (about := warning_of_days(request.patterns, request.recipe)):
@@ -136,8 +136,6 @@ def run_where_it_fits(
         IOBSError: as the runs.
         RuntimeError: memory ran out, and the recipe needs the whole model, or there are several ranks.
     """
-    import torch
-
     place = store.device
     try:
         return run(store)
@@ -155,9 +153,6 @@ def run_where_it_fits(
 
 def _may_run_by_blocks(store: Store, request: Request, error: BaseException) -> bool:
     """True if a run failed because its GPU was full, and that its recipe does not need the whole model there."""
-    from iobs.pruning.blockwise.store import require_streamable
-    from iobs.pruning.runtime.ranks import current
-
     if not (store.whole and store.device.type == "cuda" and current().size == 1 and is_out_of_memory(error)):
         return False
     try:
@@ -175,8 +170,6 @@ def plan_of(
     Raises:
         IOBSError: as the run would.
     """
-    from iobs.pruning.blockwise.offloaded import OffloadedStore
-
     return store.foreseen(request, batches, within, timed) if isinstance(store, OffloadedStore) else None
 
 
@@ -204,8 +197,6 @@ def show_peak(peaks: Mapping[str, int], show: Callable[[str], None]) -> None:
 
 def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str], None]) -> None:
     """Show the predicted time of a run, and of its phases."""
-    from iobs.core.steps import in_words
-
     show(f"Predicted time: {in_words(seconds)}")
     for name, part in phases.items():
         show(f"  {name}: {in_words(part)}")
@@ -227,19 +218,6 @@ def prune_low_memory(
         OutputError: the disk has too little room.
         ProblemError: the recipe needs the whole model, or there is no such place for hidden states.
     """
-    from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
-    from iobs.cli.running import prune_with_progress, write_card
-    from iobs.core.files import expanded, weight_files
-    from iobs.core.patterns import Budget
-    from iobs.models.skeleton import without_weights
-    from iobs.models.streamed import StreamedModel, StreamedStore
-    from iobs.pruning.blockwise.storage import parse_place
-    from iobs.pruning.blockwise.store import require_streamable
-    from iobs.pruning.cost.work import warning_of_days
-    from iobs.pruning.driver import requested, selected_for
-    from iobs.pruning.runtime.ranks import current
-    from iobs.report import summary_lines, write_report
-
     options, recipe, output, checkpoint = settings.options, settings.recipe, place.output, place.checkpoint
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = parse_place(streams)
@@ -309,9 +287,6 @@ def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithm
         as_json: print JSON.
         arithmetic: dtype of the computations in blocks; None: as the weights are stored.
     """
-    from iobs.models.skeleton import shapes_of
-    from iobs.pruning.cost.machines import GPUS, need
-
     options, recipe = settings.options, settings.recipe
     network = shapes_of(directory, options.include, options.ignore, recipe.depthwise)
     machines = [replace(gpu, count=count) for count in (1, 8) for gpu in GPUS]
@@ -354,10 +329,6 @@ def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithm
 
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
     """Warn if a run is predicted to take more memory than is free, or if its files do not stay in main memory."""
-    from iobs.core.memory import available
-    from iobs.pruning.runtime import memory
-    from iobs.pruning.runtime.ranks import current
-
     free = memory.left(device) // (current().size if device.type == "cpu" else 1)
     if 0 < free < plan.peak_bytes:
         console.warn(

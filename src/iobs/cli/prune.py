@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from iobs.cli import console, options
+from iobs.cli import options
 
 if TYPE_CHECKING:
-    from iobs.cli.by_blocks import StreamPlace
     from iobs.cli.run_file import RunSettings
-    from iobs.cli.running import OutputPlace
     from iobs.core.patterns import Pattern
-    from iobs.data import Batch, Source
-    from iobs.models import LoadedModel
     from iobs.pruning.recipe import Changes
-    from iobs.pruning.report import Report
-    from iobs.pruning.store import Store
-    from iobs.pruning.workspace import Request
 
 
 @dataclass(frozen=True)
@@ -178,6 +169,7 @@ def prune(
         iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml  # the same run again
     """
     from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
+    from iobs.cli.in_memory import prune_in_memory, write_and_show
     from iobs.cli.running import OutputPlace, saying_how_to_continue
     from iobs.cli.vocabulary import is_vocabulary, prune_vocabulary, refuse_useless
     from iobs.pruning.runtime.ranks import current
@@ -200,11 +192,11 @@ def prune(
         if is_vocabulary(settings.options.pattern):
             smaller, report = prune_vocabulary(model, settings, calibration.eval_data, loading, dry_run, talk.as_json)
             if report is not None and current().first:  # ranks do the same work, and one writes
-                _write_and_show(smaller, report, settings, place, talk.as_json)
+                write_and_show(smaller, report, settings, place, talk.as_json)
         elif settings.options.low_memory:
             prune_low_memory(model, settings, loading.device, place, dry_run, talk.as_json, streams or "auto")
         else:
-            failure = _prune_resident(
+            failure = prune_in_memory(
                 model,
                 settings,
                 eval_data=calibration.eval_data,
@@ -273,35 +265,6 @@ def _refuse_units(settings: RunSettings, model: str | None) -> None:
         )
 
 
-def _with_unequal_widths(loaded: LoadedModel) -> LoadedModel:
-    """A model of transformers that is written in the layout nemotron-nas, which has widths for each layer.
-
-    Raises:
-        typer.BadParameter: the layout cannot hold the model.
-    """
-    from iobs.errors import ModelError
-    from iobs.exports.source import ExportSource
-    from iobs.exports.to_nemotron_nas import require_nemotron_nas, write_nemotron_nas
-    from iobs.models.sixteen_bits import stored_as_half
-
-    try:
-        require_nemotron_nas(ExportSource(loaded))
-    except ModelError as error:
-        raise typer.BadParameter(
-            "uniform=false gives every layer a width of its own, for which a model directory has the layout "
-            f"nemotron-nas alone: {error} Or use iobs.prune and iobs.export in Python.",
-            param_hint="--pattern",
-        ) from error
-
-    def write(model: LoadedModel, directory: Path) -> None:
-        with stored_as_half(model.module):
-            added = sum(matrix.added for matrix in write_nemotron_nas(ExportSource(model), directory))
-        if added:
-            console.say(f"{added:,} zeros fill layers up to widths that nemotron-nas has (heads, 256 neurons).")
-
-    return replace(loaded, writer=write)
-
-
 def _refuse_whole(settings: RunSettings, calibration: CalibrationOptions, loading: options.Loading) -> None:
     """Refuse options that need the whole model in memory."""
     from iobs.cli.vocabulary import is_vocabulary
@@ -319,188 +282,3 @@ def _refuse_whole(settings: RunSettings, calibration: CalibrationOptions, loadin
         raise typer.BadParameter(
             f"{', '.join(whole)}: not with one block in memory at a time", param_hint="--low-memory"
         )
-
-
-def _prune_resident(
-    model: str | None,
-    settings: RunSettings,
-    eval_data: list[str] | None,
-    loading: options.Loading,
-    place: OutputPlace,
-    streams: StreamPlace,
-    dry_run: bool,
-    as_json: bool,
-) -> BaseException | None:
-    """Prune a model that is in memory as a whole; on a GPU that is too small for it block by block.
-
-    Returns:
-        The error of scoring the pruned model, which is written nevertheless.
-    """
-    from iobs.cli.by_blocks import plan_of, run_where_it_fits, store_of
-    from iobs.cli.dry_run import show_layers, show_units
-    from iobs.cli.loading import batches_of_run, checked_device, load_model
-    from iobs.core.structured import Structured
-    from iobs.errors import DataError
-    from iobs.models import check_output, size_in_bytes
-    from iobs.models.factory import is_built_by_code
-    from iobs.pruning.cost.foresight import foresee
-    from iobs.pruning.driver import requested, selected_for
-    from iobs.pruning.runtime.ranks import current
-    from iobs.pruning.store import Store
-
-    run_options, request = settings.options, None
-    output, checkpoint = place.output, place.checkpoint
-    device = checked_device(loading.device)
-    loaded = load_model(model, run_options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
-    pattern = run_options.pattern
-    if isinstance(pattern, Structured) and pattern.uniform is False and not is_built_by_code(model or ""):
-        loaded = _with_unequal_widths(loaded)
-    if not isinstance(pattern, Structured):  # units are found by a forward pass, and their names in the run
-        depthwise, whole = settings.recipe.depthwise, Store(loaded.module)
-        selection = selected_for(whole, pattern, run_options.include, run_options.ignore, depthwise)
-        selection, request = requested(
-            loaded.module, settings.recipe, pattern, selection, run_options.holdout, run_options.seed, checkpoint
-        )
-    store = store_of(loaded, request, device, streams)
-    scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
-    if dry_run and request is None:
-        show_units(loaded, store, settings, as_json)
-        return None
-    if dry_run:
-        assert request is not None
-        batches: list[Batch] = []
-        with suppress(*[] if run_options.data or not store.whole else [DataError]):  # the model has no data of its own
-            batches = batches_of_run(loaded, run_options)[2]
-        within = run_options.seconds
-        if within is not None and not batches:
-            console.warn(
-                f"--within {run_options.within} is left out of account: no time is foretold without calibration data. "
-                "Give --data."
-            )
-        plan, foreseen = plan_of(store, request, batches, within), None
-        if store.whole and batches:
-            foreseen = foresee(store, request, batches, within)
-        if current().first:
-            show_layers(request, selection.skipped, as_json, plan, foreseen)
-        return None
-    assert output is not None
-    check_output(output, size_in_bytes(loaded.module), place.replaceable)
-    report, failure = run_where_it_fits(
-        lambda store: _run(loaded, store, settings, scoring, checkpoint, request), loaded, store, request, streams
-    )
-    if not current().first:
-        return None
-    _write_and_show(loaded, report, settings, place, as_json)
-    return failure
-
-
-def _write_and_show(
-    loaded: LoadedModel, report: Report, settings: RunSettings, place: OutputPlace, as_json: bool
-) -> None:
-    """Write the output directory, packed if its size was asked for, and show what came out."""
-    import torch
-
-    from iobs.cli.running import write_results
-    from iobs.core.patterns import Budget
-    from iobs.models import output_directory, size_in_bytes
-    from iobs.models.packed_files import pack_directory, scratch_beside
-
-    assert place.output is not None
-    packs = isinstance(settings.options.pattern, Budget)
-    with output_directory(place.output, place.replaceable) as temporary, ExitStack() as stack:
-        folder = stack.enter_context(scratch_beside(place.output, size_in_bytes(loaded.module))) if packs else temporary
-        write_results(loaded, report, folder, model_folder=None)
-        settings.write(folder)
-        if packs:
-            pack_directory(folder, temporary, torch.bfloat16)
-    place.finish()
-    _show(report, place.output, loaded.source, as_json, packed=packs)
-
-
-def _scoring_data(loaded: LoadedModel, specs: list[str] | None) -> Source | None:
-    """Evaluation data: those of --eval-data, for the embedded model its held-out text, otherwise none."""
-    from iobs.cli.running import open_evaluation
-    from iobs.models import EMBEDDED
-
-    if specs or loaded.source == str(EMBEDDED):
-        return open_evaluation(loaded, specs or [])
-    return None
-
-
-def _run(
-    loaded: LoadedModel,
-    store: Store,
-    settings: RunSettings,
-    scoring: Source | None,
-    checkpoint: Path | None,
-    request: Request | None,
-) -> tuple[Report, BaseException | None]:
-    """Score, prune, score again.
-
-    Returns:
-        The report, and the error of the second scoring, which does not lose the pruned model.
-    """
-    from iobs.cli.by_blocks import plan_of, show_peak, show_plan
-    from iobs.cli.loading import batches_of_run
-    from iobs.cli.running import prune_with_progress, score
-    from iobs.errors import first_line
-    from iobs.evaluate import BeforeAfter
-    from iobs.pruning.cost.memory import peaks_in_memory
-
-    run_options = settings.options
-    name, window, batches = batches_of_run(loaded, run_options)
-    plan = None if request is None else plan_of(store, request, batches, timed=run_options.within is None)
-    if plan is not None:
-        show_plan(plan, console.say)
-    elif request is not None:
-        show_peak(peaks_in_memory(store, request, batches), console.say)
-    with store.runnable():
-        dense = score(loaded, scoring, run_options.seq_len, "scoring the dense model")
-    facts = {"model": loaded.source, "calibration": name, "seq_len": window}
-    shown = [BeforeAfter(batches, loaded.tokenizer)] if store.whole else []  # every token would move all blocks
-    report = prune_with_progress(store, batches, settings, checkpoint, facts, shown)
-    try:
-        with store.runnable():
-            pruned = score(loaded, scoring, run_options.seq_len, "scoring the pruned model")
-    except (Exception, KeyboardInterrupt) as error:
-        report.notes.append(f"The pruned model could not be scored: {first_line(error)}")
-        console.warn(report.notes[-1])
-        return report, error
-    if dense:
-        assert scoring is not None
-        report.settings["evaluation"] = scoring.name
-        report.add_scores({"dense": dense, "pruned": pruned})
-    return report, None
-
-
-def _show(report: Report, output: Path, model: str, as_json: bool, packed: bool) -> None:
-    from iobs.pruning.structured_report import StructuredReport
-    from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
-
-    if as_json:
-        console.print_json({"output": str(output), **report.as_dict()})
-        return
-    out = console.output_console()
-    if isinstance(report, StructuredReport):
-        out.print(widths_table(report))
-    elif report.best.layers:
-        out.print(layers_table(report, limit=12))
-    if len(report.rounds) > 1:
-        out.print(rounds_table(report))
-    if report.scores:
-        out.print(scores_table(report.scores))
-    for line in summary_lines(report):
-        out.print(line)
-    out.print(
-        f"Written: {output} (read {output / 'report.html'}; check it with: iobs inspect {shlex.quote(str(output))})"
-    )
-    if packed:
-        size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-        own = not (output / "config.json").is_file()  # code of the user builds the network
-        readers = "iobs.load and iobs bench" if own else "transformers, iobs run and iobs bench"
-        out.print(f"Its weights are {size / 1e6:.2f} MB, packed: {readers} read them.")
-    elif str(report.settings.get("pattern", "")).startswith("rate:"):
-        folder = shlex.quote(str(output))
-        out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
-    beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
-    out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")

@@ -9,7 +9,7 @@ import typer
 
 from iobs.cli import console, options
 from iobs.cli.console import ConsoleSteps
-from iobs.cli.dry_run import show_units_plan
+from iobs.cli.in_memory import show_units_plan
 from iobs.cli.loading import load_model
 from iobs.cli.run_file import RunSettings
 from iobs.cli.running import shown_command
