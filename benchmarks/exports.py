@@ -1,6 +1,6 @@
 """Round trips of the exports: files of other runtimes, read by these runtimes, beside the pruned network in torch.
 
-    pip install 'iobs[export,export-coreml]'
+    pip install 'iobs[export]'
     python benchmarks/exports.py --data FOLDER [--minilm FOLDER] [--again]
 
 ResNet-20, a ViT, all-MiniLM-L6-v2 and a Llama of 260 thousand parameters, pruned in one shot. A row a network, pattern,
@@ -9,7 +9,6 @@ target and number of bits is added to results/exports.jsonl.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import time
 import warnings
@@ -26,7 +25,6 @@ from torch import Tensor
 
 import iobs
 from iobs import models
-from iobs.exports.to_macko import FILE as MACKO
 
 KEYS = ("network", "pattern", "target", "bits", "seed")
 HALF, GRID = "50%", "50%+int4"
@@ -41,7 +39,7 @@ GRAPHS = (
     (GRID, "openvino", OWN),
 )
 CASES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "resnet20": (*GRAPHS, (HALF, "coreml", "32"), (HALF, "coreml", "16")),
+    "resnet20": GRAPHS,
     "vit_cifar": GRAPHS,
     "minilm": (*GRAPHS, (HALF, "compressed-tensors", "8"), (GRID, "compressed-tensors", OWN)),
     "llama_stories260K": (
@@ -52,7 +50,6 @@ CASES: dict[str, tuple[tuple[str, str, str], ...]] = {
         *GRAPHS,
         (HALF, "compressed-tensors", "8"),
         (GRID, "compressed-tensors", OWN),
-        (HALF, "macko", "16"),
     ),
 }
 
@@ -98,31 +95,11 @@ def _tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def reference(folder: Path, given: Tensor, module: torch.nn.Module) -> Tensor:
-    """MACKO's five tensors, read entry by entry, in the network of torch."""
-    stored = torch.load(folder / MACKO, weights_only=True)
-    state = {name: one for name, one in stored.items() if name.rpartition(".")[2][:2] != "c_"}
-    for name in {one.removesuffix("c_0") for one in stored if one.endswith(".c_0")}:
-        values, counts, starts, rows, columns = (stored[f"{name}c_{place}"].tolist() for place in range(5))
-        matrix = torch.zeros(rows[0], columns[0])
-        for row in range(rows[0]):
-            column = -1
-            for place in range(starts[row], starts[row + 1]):
-                column += 1 + (counts[place // 2] >> 4 * (place % 2) & 15)
-                matrix[row, column] = values[place]
-        state[f"{name}weight"] = matrix
-    again = copy.deepcopy(module)
-    again.load_state_dict(state)
-    return again(given).logits
-
-
-RUNTIMES: dict[str, tuple[str, Callable[[Path, Tensor, Any], Tensor] | None]] = {
+RUNTIMES: dict[str, tuple[str, Callable[[Path, Tensor, Any], Tensor]]] = {
     "gguf": ("transformers", transformers),
     "onnx": ("ONNX Runtime", onnx_runtime),
     "openvino": ("OpenVINO", openvino),
     "compressed-tensors": ("transformers", transformers),
-    "macko": ("slow reader, in torch", reference),
-    "coreml": ("coremltools reads the masks; not run", None),
 }
 
 
@@ -156,7 +133,7 @@ def measure(model: Any, given: Tensor, target: str, bits: str) -> Row:
         folder = Path(place) / "out"
         example = None if isinstance(model, models.LoadedModel) else given[:1]
         found = iobs.export(model, folder, target, None if bits == OWN else int(bits), example=example)
-        outputs = None if read is None else read(folder, given, module)
+        outputs = read(folder, given, module)
     forms = Counter(one.form for one in found.matrices)
     return {
         "target": target,
@@ -168,7 +145,7 @@ def measure(model: Any, given: Tensor, target: str, bits: str) -> Row:
         "rounded": sum(not one.exact for one in found.matrices),
         "forms": dict(forms),
         "runtime": runtime,
-        "difference": None if outputs is None else float((outputs - wanted).abs().max()),
+        "difference": float((outputs - wanted).abs().max()),
         "largest": float(wanted.abs().max()),
         "processor_seconds": time.process_time() - began,
     }
@@ -183,10 +160,8 @@ def tables(rows: list[Row]) -> str:
         " runtime on the CPU in 32 bits, on unseen inputs. Bytes are those of weights and graph; those of the "
         "dense weights in float32 stand above each table. The difference is the largest of any output entry to "
         "the pruned network in torch, and holds the rounding of weights where there is some; the largest output "
-        "stands beside it. Core ML files cannot run on this system: coremltools wrote them, and their masks were "
-        "read back. GGUF files were read by transformers, not by llama.cpp. MACKO's files were read by a "
-        "slow reader, not by its GPU kernels. OpenVINO and ONNX Runtime ran without their default rounding "
-        "of inputs to 8 bits.",
+        "stands beside it. GGUF files were read by transformers, not by llama.cpp. OpenVINO and ONNX Runtime ran "
+        "without their default rounding of inputs to 8 bits.",
     ]
     for name in CASES:
         own = [row for row in rows if row["network"] == name]
@@ -197,7 +172,7 @@ def tables(rows: list[Row]) -> str:
         text += ["|---" * 8 + "|"]
         for row in own:
             forms = ", ".join(f"{count} {form}" for form, count in row["forms"].items())
-            found = "-" if row["difference"] is None else f"{row['difference']:.1e} ({row['largest']:.0f})"
+            found = f"{row['difference']:.1e} ({row['largest']:.0f})"
             kept = f"{row['kept']:,} of {row['zeros']:,}"
             text.append(
                 f"| {row['target']} | {row['pattern']} | {forms} | {row['rounded']} | {row['bytes']:,} | {kept} "

@@ -12,8 +12,8 @@ from iobs.cli import app
 from iobs.cli.export import NAMES
 from iobs.errors import ModelError, NonFiniteError, OutputError
 from iobs.exports import TARGETS, to_compressed_tensors
-from iobs.exports.graph import inputs_of, single
 from iobs.exports.source import exact_codes, nearest_codes, source_of
+from iobs.exports.to_onnx import inputs_of, single
 
 
 def test_command_names_the_targets_of_the_library():
@@ -24,7 +24,7 @@ def test_unknown_target_and_bits_are_refused(tmp_path):
     with pytest.raises(ModelError, match="no target"):
         iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "zip")
     with pytest.raises(ModelError, match="got int"):
-        iobs.export(3, tmp_path / "out", "macko")
+        iobs.export(3, tmp_path / "out", "nemotron-nas")
     with pytest.raises(ModelError, match="bits, not 5"):
         iobs.export(torch.nn.Linear(2, 2), tmp_path / "out", "gguf", 5)
     assert not (tmp_path / "out").exists()
@@ -47,7 +47,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, float("nan"))
     with pytest.raises(NonFiniteError, match="weight"):
-        iobs.export(model, tmp_path / "out", "macko")
+        iobs.export(model, tmp_path / "out", "nemotron-nas")
 
 
 def test_output_that_is_not_empty_is_refused(embedded, tmp_path):
@@ -98,7 +98,7 @@ def test_command_writes_beside_the_model_and_says_so(embedded, tmp_path):
 )
 def test_command_names_what_is_wrong_before_any_work(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["export", "mistyped", "--to", "macko", *options])
+    result = CliRunner().invoke(app, ["export", "mistyped", "--to", "nemotron-nas", *options])
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
 

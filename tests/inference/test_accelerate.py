@@ -297,7 +297,7 @@ def test_an_accelerated_model_is_not_packed_and_not_exported(fastest, tmp_path):
         with pytest.raises(ModelError, match="Pack the dense model"):
             iobs.save_packed(model, tmp_path / "out", precision=precision)
     with pytest.raises(ModelError, match="Export the dense model"):
-        iobs.export(model, tmp_path / "out", "macko")
+        iobs.export(model, tmp_path / "out", "nemotron-nas")
     assert not (tmp_path / "out").exists()
 
 

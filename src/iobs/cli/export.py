@@ -12,7 +12,7 @@ from iobs.cli import console, options
 from iobs.core.files import expanded
 
 # In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
-NAMES = ("gguf", "nemotron-nas", "onnx", "macko", "compressed-tensors", "openvino", "coreml")
+NAMES = ("gguf", "nemotron-nas", "onnx", "compressed-tensors", "openvino")
 
 
 @options.command
@@ -41,10 +41,8 @@ def export(
         iobs export OUT --to gguf --bits 8 -o FILES  # with weights rounded to 8 bits
         iobs export OUT --to nemotron-nas  # a directory for vLLM and mlx-lm, each layer with a width of its own
         iobs export OUT --to onnx --bits 8  # a graph for ONNX Runtime, weights rounded to 8 bits
-        iobs export OUT --to macko  # zeros left out, for the GPU kernels of MACKO
         iobs export OUT --to compressed-tensors --bits 4  # a directory for transformers and vLLM
         iobs export OUT --to openvino --shape 3,224,224  # a graph for OpenVINO, of your own network for images
-        iobs export OUT --to coreml --bits 16  # a bit mask and 16-bit values, for Core ML
     """
     from torch import zeros
 

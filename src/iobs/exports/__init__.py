@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from iobs.core.files import expanded
-from iobs.core.modes import silenced
 from iobs.errors import ModelError
 from iobs.exports.source import Example, Export, ExportSource, Written, needed, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors
-from iobs.exports.to_coreml import write_coreml
 from iobs.exports.to_gguf import write_gguf
-from iobs.exports.to_macko import write_macko
 from iobs.exports.to_nemotron_nas import write_nemotron_nas
 from iobs.exports.to_onnx import write_onnx
 from iobs.exports.to_openvino import write_openvino
@@ -50,12 +45,10 @@ TARGETS = {
     "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
     "nemotron-nas": Target(write_nemotron_nas, (16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
     "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
-    "macko": Target(write_macko, (16,), ("*.pt",), "MACKO"),
     "compressed-tensors": Target(
         write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)
     ),
     "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")),
-    "coreml": Target(write_coreml, (16, 32), ("model.mlpackage", "model.mlpackage/**/*"), "Core ML", ("coremltools",)),
 }
 
 
@@ -66,8 +59,7 @@ def require_packages(to: str) -> None:
         ModelError: a package is missing; the message has the command that installs it.
     """
     for package in TARGETS[to].packages:
-        with silenced(package, logging.CRITICAL, redirect_stderr):  # coremltools lists what only macOS has
-            needed(package, to)
+        needed(package, to)
 
 
 def export(

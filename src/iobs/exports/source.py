@@ -238,9 +238,8 @@ def needed(package: str, target: str) -> ModuleType:
         missing = package.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != missing:
             raise  # the package is there, but is broken
-        extra = "export-coreml" if target == "coreml" else "export"
         raise ModelError(
-            f"An export to {target} needs {missing}, which is not installed; run: pip install 'iobs[{extra}]'"
+            f"An export to {target} needs {missing}, which is not installed; run: pip install 'iobs[export]'"
         ) from error
 
 
