@@ -107,11 +107,11 @@ def _decoding() -> type:
             **kwargs: Any,
         ) -> dict[str, Any]:
             dtype = _dtype_of(model, full_layer_name)
-            found = {
+            decoded = {
                 pattern: [_decoded(tensor, full_layer_name, dtype) for tensor in tensors]
                 for pattern, tensors in input_dict.items()
             }
-            return {full_layer_name: found[_ANY]} if _ANY in found else found
+            return {full_layer_name: decoded[_ANY]} if _ANY in decoded else decoded
 
         @property
         def reverse_op(self) -> Any:

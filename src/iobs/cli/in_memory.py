@@ -212,8 +212,8 @@ def _show_report(report: Report, output: Path, model: str, as_json: bool, packed
     )
     if packed:
         size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-        own = not (output / "config.json").is_file()  # code of the user builds the network
-        readers = "iobs.load and iobs bench" if own else "transformers, iobs run and iobs bench"
+        by_code = not (output / "config.json").is_file()  # code of the user builds the network
+        readers = "iobs.load and iobs bench" if by_code else "transformers, iobs run and iobs bench"
         out.print(f"Its weights are {size / 1e6:.2f} MB, packed: {readers} read them.")
     elif str(report.settings.get("pattern", "")).startswith("rate:"):
         folder = shlex.quote(str(output))
@@ -287,7 +287,11 @@ def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
     pattern = request.pattern
     if isinstance(pattern, Rate) and request.recipe.division.criterion != "uniform":
-        size = sum(layer.weights for layer, own in request.patterns.items() if own is pattern) * pattern.bits / 8e6
+        size = (
+            sum(layer.weights for layer, layer_pattern in request.patterns.items() if layer_pattern is pattern)
+            * pattern.bits
+            / 8e6
+        )
         return f"The run divides the bits among these layers; together they take {size:.4g} MB."
     allocation = under_pattern(request.recipe.division, pattern)
     moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
@@ -364,5 +368,5 @@ def _about_the_units(pattern: Structured, plan: UnitsPlan) -> str:
         which = "The run measures how many units each layer needs."
     else:
         which = "The run chooses which units are removed."
-    known = "" if plan.seconds is not None else " Its time is not predicted; the run shows the time left."
-    return f"{which}{known}"
+    about_the_time = "" if plan.seconds is not None else " Its time is not predicted; the run shows the time left."
+    return f"{which}{about_the_time}"

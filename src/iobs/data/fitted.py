@@ -210,8 +210,8 @@ class Fitted:
         design = self.design(file, missing)
         margins = design @ self.coefficients.T + self.constants + self._known(file, missing)[:, None]
         lost = np.isnan(margins.sum(axis=1) + design.sum(axis=1))
-        found = self._of_margins(np.where(np.isnan(margins), 0.0, margins))
-        answers: dict[str, Predictions] = {name: [*values] for name, values in found.items()}
+        predictions = self._of_margins(np.where(np.isnan(margins), 0.0, margins))
+        answers: dict[str, Predictions] = {name: [*values] for name, values in predictions.items()}
         for values in answers.values():
             for row in np.flatnonzero(lost).tolist():
                 values[row] = None

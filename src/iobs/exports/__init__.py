@@ -19,11 +19,11 @@ from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
 from iobs.pruning.network.selection import require_unstored
 
-__all__ = ["TARGETS", "Export", "Target", "Written", "export", "require_packages"]
+__all__ = ["TARGETS", "Export", "ExportFormat", "Written", "export", "require_packages"]
 
 
 @dataclass(frozen=True)
-class Target:
+class ExportFormat:
     """One format.
 
     Attributes:
@@ -42,13 +42,15 @@ class Target:
 
 
 TARGETS = {
-    "gguf": Target(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
-    "nemotron-nas": Target(write_nemotron_nas, (16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
-    "onnx": Target(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
-    "compressed-tensors": Target(
+    "gguf": ExportFormat(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
+    "nemotron-nas": ExportFormat(write_nemotron_nas, (16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
+    "onnx": ExportFormat(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
+    "compressed-tensors": ExportFormat(
         write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)
     ),
-    "openvino": Target(write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")),
+    "openvino": ExportFormat(
+        write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")
+    ),
 }
 
 

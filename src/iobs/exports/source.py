@@ -373,8 +373,8 @@ def require_llama_like(
     config = getattr(source.module, "config", None)
     kind = getattr(config, "model_type", type(source.module).__name__)
     if kind not in kinds or source.model.task not in ("causal-lm", "other") or config is None:
-        known = ", ".join(kinds)
-        raise ModelError(f"An export to {target} knows language models of the kinds {known}, not {kind!r}; try onnx.")
+        names = ", ".join(kinds)
+        raise ModelError(f"An export to {target} knows language models of the kinds {names}, not {kind!r}; try onnx.")
     if config.hidden_act != "silu":
         raise ModelError(f"Readers of {target} compute silu in such a model, not {config.hidden_act}; try onnx.")
     position = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

@@ -44,7 +44,7 @@ _COPIED = (
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LayerForm:
     """One layer in the layout.
 
     Attributes:
@@ -112,7 +112,7 @@ def write_nemotron_nas(source: ExportSource, directory: Path) -> list[Written]:
     return written
 
 
-def require_nemotron_nas(source: ExportSource) -> tuple[Foreign, list[_Block]]:
+def require_nemotron_nas(source: ExportSource) -> tuple[Foreign, list[_LayerForm]]:
     """The configuration of a model, and its layers in the layout.
 
     Raises:
@@ -125,7 +125,7 @@ def require_nemotron_nas(source: ExportSource) -> tuple[Foreign, list[_Block]]:
     return config, blocks
 
 
-def _blocks(config: Foreign, widths: Sequence[LayerWidths]) -> list[_Block]:
+def _blocks(config: Foreign, widths: Sequence[LayerWidths]) -> list[_LayerForm]:
     """All layers in the layout.
 
     Raises:
@@ -139,7 +139,7 @@ def _blocks(config: Foreign, widths: Sequence[LayerWidths]) -> list[_Block]:
             f"and this model has {max(layer.heads for layer in widths)}; try gguf or onnx."
         )
     return [
-        _Block(layer, heads, _group(number, layer, heads), -(-layer.neurons // _NEURONS) * _NEURONS, width)
+        _LayerForm(layer, heads, _group(number, layer, heads), -(-layer.neurons // _NEURONS) * _NEURONS, width)
         for number, layer in enumerate(widths)
     ]
 
@@ -178,16 +178,16 @@ def _require_place(name: str) -> None:
 
 def _dtype(state: Mapping[str, Tensor], bits: int | None) -> torch.dtype:
     """The dtype of all weights: 16 bits if matrices have them, if they hold all exactly, or if that is asked."""
-    own = state["model.embed_tokens.weight"].dtype
-    if bits is None and own.itemsize == 2:
-        return own
+    stored = state["model.embed_tokens.weight"].dtype
+    if bits is None and stored.itemsize == 2:
+        return stored
     for dtype in (torch.bfloat16, torch.float16) if bits != 32 else ():
         if all(torch.equal(value.to(dtype).to(value.dtype), value) for value in state.values()):
             return dtype
     return torch.bfloat16 if bits == 16 else torch.float32
 
 
-def _filled(name: str, value: Tensor, blocks: Sequence[_Block]) -> Tensor:
+def _filled(name: str, value: Tensor, blocks: Sequence[_LayerForm]) -> Tensor:
     """A weight or bias in the shape of the layout."""
     *path, layer, kind = name.split(".")
     if layer not in {**_ATTENTION, **_MLP}:
@@ -197,18 +197,18 @@ def _filled(name: str, value: Tensor, blocks: Sequence[_Block]) -> Tensor:
 
 def _with_missing_biases(state: dict[str, Tensor]) -> dict[str, bool]:
     """Add biases of zeros where other layers of attentions or MLPs have one; True for those that have, by field."""
-    found = {}
+    biased = {}
     for key, layers in (("attention_bias", _ATTENTION), ("mlp_bias", _MLP)):
         weights = [name for name in state if name.split(".")[-2] in layers and name.endswith(".weight")]
         names = {name: name.removesuffix("weight") + "bias" for name in weights}
-        found[key] = any(bias in state for bias in names.values())
-        for name, bias in names.items() if found[key] else ():
+        biased[key] = any(bias in state for bias in names.values())
+        for name, bias in names.items() if biased[key] else ():
             state.setdefault(bias, state[name].new_zeros(state[name].shape[0]))
-    return found
+    return biased
 
 
 def _write_configuration(
-    directory: Path, config: Foreign, blocks: Sequence[_Block], biases: Mapping[str, bool], dtype: torch.dtype
+    directory: Path, config: Foreign, blocks: Sequence[_LayerForm], biases: Mapping[str, bool], dtype: torch.dtype
 ) -> None:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     theta, name = rope.pop("rope_theta", 10000.0), str(dtype).removeprefix("torch.")

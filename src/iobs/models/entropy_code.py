@@ -76,7 +76,7 @@ def encode(integers: Integers) -> bytes:
     scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
     numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
     described = zlib.compress(numbers_of + tables.entries.tobytes(), 9)
-    coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
+    coding = kernel.ClassTables(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
     whole = head + scales + described + words.tobytes()
@@ -94,11 +94,11 @@ def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
     Raises:
         ModelError: the bytes are truncated or changed, or this processor makes other tables than the one that wrote.
     """
-    found: list[Integers] = []
-    while not found or data:
+    matrices: list[Integers] = []
+    while not matrices or data:
         matrix, data = _first(data, name)
-        found.append(matrix)
-    return found
+        matrices.append(matrix)
+    return matrices
 
 
 def parts(data: bytes) -> tuple[int, dict[str, int]]:
@@ -140,7 +140,7 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
     if zlib.crc32(tables.starts.tobytes()) != of_tables:
         raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")
     words = np.frombuffer(data, np.uint16, count, words_at)
-    codes = kernel.decoded(words, kernel.Coding(by_row, by_column, *_lookup(tables)), states)
+    codes = kernel.decoded(words, kernel.ClassTables(by_row, by_column, *_lookup(tables)), states)
     if codes is None:
         raise damaged
     return Integers(torch.from_numpy(codes), steps, factors), data[end + 2 * _SUM.size :]
@@ -199,17 +199,19 @@ def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, 
         cumulative = _cumulative(np.array([(number, *place, low, top) for place in places], _ENTRY))
         shares = np.diff(cumulative.reshape(len(places), -1))
         shares *= (1 - len(counts) / (1 << PRECISION)) / shares.sum(1, keepdims=True)
-        found: list[float] = (-np.log2(shares + 2.0**-PRECISION) @ counts).tolist()
-        return found
+        bits: list[float] = (-np.log2(shares + 2.0**-PRECISION) @ counts).tolist()
+        return bits
 
-    known: dict[tuple[int, int], float] = {}
+    lengths_of: dict[tuple[int, int], float] = {}
     best, coming = (middle, 0), [(middle, 0)]
     while coming:  # downhill, one or both numbers at a time
-        known |= zip(coming, lengths(coming), strict=True)
-        best = min(known, key=lambda place: known[place])
+        lengths_of |= zip(coming, lengths(coming), strict=True)
+        best = min(lengths_of, key=lambda place: lengths_of[place])
         around = [(best[0] + spread, best[1] + tail) for spread, tail in _CHANGES]
         coming = [
-            place for place in around if place not in known and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS
+            place
+            for place in around
+            if place not in lengths_of and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS
         ]
     return number, *best, low, top
 

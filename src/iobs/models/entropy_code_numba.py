@@ -21,7 +21,7 @@ _WHOLE = 1 << _BITS
 _LEAST = 1 << 16  # least state
 
 
-class Coding(NamedTuple):
+class ClassTables(NamedTuple):
     """The classes of the entries of a matrix, and the tables of the classes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Coding(NamedTuple):
 @njit(nogil=True, cache=True)
 def _written(
     codes: NDArray[np.int32],
-    coding: Coding,
+    coding: ClassTables,
     states: Places,
     words: Words,
 ) -> int:
@@ -78,20 +78,20 @@ def _written(
 @njit(nogil=True, cache=True)
 def _slots(starts: Words, places: Places, ends: Places) -> NDArray[np.uint16]:
     """The symbol of each of the 2^14 slots of the tables, (classes, 2^14); places[c] to ends[c] are the starts of c."""
-    found = np.zeros((len(places), _WHOLE), np.uint16)
+    slots = np.zeros((len(places), _WHOLE), np.uint16)
     for number in range(len(places)):
         for symbol in range(ends[number] - places[number]):
             start = np.int64(starts[places[number] + symbol])
             stop = np.int64(starts[places[number] + symbol + 1])
             for slot in range(start, stop):
-                found[number, slot] = symbol
-    return found
+                slots[number, slot] = symbol
+    return slots
 
 
 @njit(nogil=True, cache=True)
 def _read(
     codes: NDArray[np.int32],
-    coding: Coding,
+    coding: ClassTables,
     slots: NDArray[np.uint16],
     states: Places,
     words: Words,
@@ -131,7 +131,7 @@ def _read(
 
 def encoded(
     codes: NDArray[np.int32],
-    coding: Coding,
+    coding: ClassTables,
     count: int,
 ) -> Words:
     """The words of a matrix: first the last states, high word before low, then those of its integers.
@@ -150,7 +150,7 @@ def encoded(
 
 def decoded(
     words: Words,
-    coding: Coding,
+    coding: ClassTables,
     count: int,
 ) -> NDArray[np.int32] | None:
     """The integers of `encoded`, (rows, columns); None if the words are not theirs."""

@@ -45,12 +45,12 @@ class DeciLMConfig(LlamaConfig):  # type: ignore[no-untyped-call]
         Raises:
             ValueError: the layer has no attention or no MLP.
         """
-        block, own = self.block_configs[number], copy.copy(self)
+        block, narrow = self.block_configs[number], copy.copy(self)
         if any(vars(part).get(key) for part in vars(block).values() for key in ("no_op", "replace_with_linear")):
             raise ValueError(f"layer {number} has no attention or no MLP; --trust-remote-code runs code that knows it")
-        own.num_key_value_heads = self.num_attention_heads // block.attention.n_heads_in_group
-        own.intermediate_size = -(-int(2 * block.ffn.ffn_mult * self.hidden_size / 3) // 256) * 256
-        return own
+        narrow.num_key_value_heads = self.num_attention_heads // block.attention.n_heads_in_group
+        narrow.intermediate_size = -(-int(2 * block.ffn.ffn_mult * self.hidden_size / 3) // 256) * 256
+        return narrow
 
     def to_dict(self) -> dict[str, Any]:
         """The values as plain numbers, texts and lists."""

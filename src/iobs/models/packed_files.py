@@ -81,11 +81,11 @@ class PackedFile:
         if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:
             raise ModelError(f"{self.file} is damaged ({lost[0]!r} is not there); copy or pack it again.")
         with self._opened() as opened:
-            found = {
+            entries = {
                 name: entry if name in self._sums else entry_of(_bytes(opened.get_slice(name)[:MOST_HEAD]), name)
                 for name, entry in self._stored.items()
             }
-        self.entries = {name: Entry(dtypes.get(name, entry.dtype), entry.shape) for name, entry in found.items()}
+        self.entries = {name: Entry(dtypes.get(name, entry.dtype), entry.shape) for name, entry in entries.items()}
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, dense; as many are decoded at once as torch has threads.
@@ -191,11 +191,11 @@ def fill_from_files(module: nn.Module, files: Sequence[Path]) -> nn.Module:
         each.check()
     entries = {name: entry for each in packed for name, entry in each.entries.items()}
     fill_packed(module, {name: torch.zeros((), dtype=e.dtype).expand(e.shape) for name, e in entries.items()})
-    own = {plain: name for name, plain in plain_names(module).items()}
+    stored_names = {plain: name for name, plain in plain_names(module).items()}
     state = module.state_dict()
     for each in packed:
         for name, tensor in each.read():
-            state[own.get(name, name)].copy_(tensor)
+            state[stored_names.get(name, name)].copy_(tensor)
     return module
 
 

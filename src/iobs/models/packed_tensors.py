@@ -52,11 +52,11 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
     kept = int(mask.sum())
     most = min(tensor.nbytes, len(mask) // 8 + kept * tensor.element_size())
     wide = kept and tensor.element_size() > 1  # torch cannot say the signs of floats of 8 bits
-    found = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
-    if found is None or len(found[1]) > most:
+    encoded = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
+    if encoded is None or len(encoded[1]) > most:
         values = _words(tensor)[mask].numpy().tobytes()
-        found = _MASK, np.packbits(mask.numpy(), bitorder="little").tobytes() + values
-    form, body = found
+        encoded = _MASK, np.packbits(mask.numpy(), bitorder="little").tobytes() + values
+    form, body = encoded
     head = _HEAD.pack(MARK, form, _DTYPES.index(tensor.dtype), tensor.ndim)
     whole = head + struct.pack(f"<{tensor.ndim}I", *tensor.shape) + body
     whole += _SUM.pack(zlib.crc32(whole))
@@ -119,17 +119,17 @@ def parts_of(data: bytes, name: str) -> dict[str, int]:
         if len(body) < mask:
             raise _damaged(name)
         return {"masks": mask, "values": len(body) - mask, "heads and sums": rest}
-    own: dict[str, int] = {}
+    of_grid: dict[str, int] = {}
     if form == _GRID:
         *_, masked, _, scales = _GRID_HEAD.unpack_from(body)
-        own = {"scales of grids": scales, "masks": mask if masked else 0}
+        of_grid = {"scales of grids": scales, "masks": mask if masked else 0}
         rest += _GRID_HEAD.size
-        body = body[_GRID_HEAD.size + sum(own.values()) :]
+        body = body[_GRID_HEAD.size + sum(of_grid.values()) :]
     entries, parts = entropy_code.parts(body)
-    if not own and entries != math.prod(entry.shape):
+    if not of_grid and entries != math.prod(entry.shape):
         raise _damaged(name)
     parts["heads and sums"] += rest
-    return parts | own
+    return parts | of_grid
 
 
 def _opened(data: bytes, name: str) -> tuple[Entry, int, bytes]:
@@ -156,8 +156,8 @@ def _coded(tensor: Tensor) -> tuple[int, bytes] | None:
     """The form and the shorter body of a tensor of integers times steps, or on a grid; None for others."""
     ways = []
     if looks_coded(tensor):
-        found = ([Integers.of(matrix) for matrix in matrices] for matrices in matrices_of(tensor))
-        ways = [[matrix for matrix in way if matrix is not None] for way in found if all(way)]
+        candidates = ([Integers.of(matrix) for matrix in matrices] for matrices in matrices_of(tensor))
+        ways = [[matrix for matrix in way if matrix is not None] for way in candidates if all(way)]
     shortest = min(ways, key=lambda way: sum(matrix.bits() for matrix in way), default=None)
     bits = math.inf if shortest is None else sum(matrix.bits() for matrix in shortest)
     body = _grid_body(tensor, _FINEST if bits > _FINEST * int(tensor.count_nonzero()) else _COARSE)
@@ -263,8 +263,8 @@ def _of_grid(body: bytes, name: str, entry: Entry) -> Tensor:
         codes[chosen] = integers.codes.flatten()[: int(chosen.sum())]
     planes = torch.frombuffer(bytearray(zlib.decompress(scales)), dtype=torch.uint8).reshape(2, -1).T.contiguous()
     steps = planes.view(_DTYPES[half]).float().reshape(len(codes), -1)
-    found = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)
-    return found if layout < 2 else found.reshape(*entry.shape[:-2], entry.shape[-1], -1).transpose(-1, -2)
+    dense = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)
+    return dense if layout < 2 else dense.reshape(*entry.shape[:-2], entry.shape[-1], -1).transpose(-1, -2)
 
 
 def _product(codes: Tensor, scales: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:

@@ -181,8 +181,8 @@ def fill_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: names or shapes differ.
     """
-    own = {plain: name for name, plain in plain_names(module).items()}
-    stored = {own.get(name, name): value for name, value in tensors.items()}
+    stored_names = {plain: name for name, plain in plain_names(module).items()}
+    stored = {stored_names.get(name, name): value for name, value in tensors.items()}
     for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
         if name in stored and tensor.is_floating_point() and stored[name].is_floating_point():
             tensor.data = tensor.data.to(stored[name].dtype)

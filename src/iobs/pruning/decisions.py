@@ -174,12 +174,12 @@ def _losses_of_trials(
     """Held-out losses after short runs with each optimizer and rate, and the loss before any step."""
     assert workspace.scoring is not None
     before = workspace.scoring.comparison_loss()
-    tried: list[tuple[Optimizer, float, float]] = []
+    losses_of_all: list[tuple[Optimizer, float, float]] = []
     for optimizer, those in trials.items():
         short = replace(step, optimizer=optimizer, steps=those.steps)
         losses = _losses_of_rates(workspace, plan, short, those, f"{key}, {optimizer}", before)
-        tried += [(optimizer, rate, loss) for rate, loss in losses.items()]
-    return {"tried": tried, "before": before}
+        losses_of_all += [(optimizer, rate, loss) for rate, loss in losses.items()]
+    return {"tried": losses_of_all, "before": before}
 
 
 def _losses_of_rates(

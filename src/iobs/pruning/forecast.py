@@ -124,13 +124,13 @@ class Remaining:
     @property
     def left(self) -> float | None:
         """Seconds that are left; None if nothing was forecast and no work is done."""
-        known = [part for part in self._parts.values() if part.name not in self._over]
-        if not any(part.seconds for part in known) and not self._done:
+        parts = [part for part in self._parts.values() if part.name not in self._over]
+        if not any(part.seconds for part in parts) and not self._done:
             return None
         speed = self._speed
         left = sum(
             max(0.0, part.units - self._done.get(part.name, 0.0)) * part.seconds * self._speed_of(part, speed)
-            for part in known
+            for part in parts
         )
         return max(0.0, left - (self._clock() - self._last))  # the present unit has been running for a while
 

@@ -36,15 +36,15 @@ class SparseTraining:
     @torch.no_grad()
     def mask(self) -> list[str]:
         """Take the zeros that the matrices have now as the masks; return the names of those that are all zeros."""
-        found = {name: (one, _nonzeros(one)) for name, one in self.matrices.items()}
-        found = {name: (one, count) for name, (one, count) in found.items() if count < one.numel()}
+        counted = {name: (matrix, _nonzeros(matrix)) for name, matrix in self.matrices.items()}
+        counted = {name: (matrix, count) for name, (matrix, count) in counted.items() if count < matrix.numel()}
         hooked = {*self.masks}
         self.masks.clear()
-        self.masks.update({one: _own(one) != 0 for one, count in found.values() if count})
+        self.masks.update({matrix: _own(matrix) != 0 for matrix, count in counted.values() if count})
         for parameter in self.masks:
             if parameter.requires_grad and parameter not in hooked:
                 self.handles.append(parameter.register_post_accumulate_grad_hook(self._drop))  # type: ignore[no-untyped-call]
-        return [name for name, (_, count) in found.items() if not count]
+        return [name for name, (_, count) in counted.items() if not count]
 
     def before_step(self, *_: object) -> None:
         """Drop gradients that were averaged over ranks or assigned by the user."""
@@ -81,8 +81,8 @@ _LIVE: WeakSet[SparseTraining] = WeakSet()  # those whose hooks act; the hooks k
 
 def live_on(model: nn.Module) -> list[SparseTraining]:
     """The handles of `keep_sparse` that hold zeros of a model's parameters."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [each for each in _LIVE if any(id(one) in own for one in each.matrices.values())]
+    identities = {id(parameter) for parameter in model.parameters()}
+    return [each for each in _LIVE if any(id(matrix) in identities for matrix in each.matrices.values())]
 
 
 @torch.no_grad()

@@ -301,8 +301,10 @@ class Report:
 
     def table(self) -> list[list[Any]]:
         """The heading and the rows of `to_frame`, as lists."""
-        columns = [one.name for one in fields(LayerRecord) if one.name != "stats"]
-        return [[*columns, "sparsity"]] + [[*(getattr(one, c) for c in columns), one.sparsity] for one in self.layers]
+        columns = [record.name for record in fields(LayerRecord) if record.name != "stats"]
+        return [[*columns, "sparsity"]] + [
+            [*(getattr(record, c) for c in columns), record.sparsity] for record in self.layers
+        ]
 
     def save(self, path: str | Path) -> None:
         """Write the report to a file; absolute paths in its texts become names, signs that UTF-8 lacks escapes.

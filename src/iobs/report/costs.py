@@ -84,7 +84,7 @@ def costs_of(path: str | Path) -> PackedCosts:
     """
     directory = expanded(path)
     files = files_with_codes(directory)
-    found: dict[str, TensorGroup] = {}
+    groups: dict[str, TensorGroup] = {}
     metadata = 0
     for file in files:
         packed = PackedFile(file)
@@ -92,14 +92,14 @@ def costs_of(path: str | Path) -> PackedCosts:
         metadata += file.stat().st_size - sum(sum(sizes.values()) for sizes in parts.values())
         for name, sizes in parts.items():
             group = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-            old = found.get(group, TensorGroup(group, 0, 0, {}))
+            old = groups.get(group, TensorGroup(group, 0, 0, {}))
             total = Counter(old.parts) + Counter(sizes)
             entries = math.prod(packed.entries[name].shape)
-            found[group] = TensorGroup(group, old.tensors + 1, old.weights + entries, dict(total))
+            groups[group] = TensorGroup(group, old.tensors + 1, old.weights + entries, dict(total))
     rest = [file for file in directory.rglob("*") if file.is_file() and file not in files]
     tokenizer = sum(file.stat().st_size for file in rest if is_tokenizer_file(file))
     others = sum(file.stat().st_size for file in rest) - tokenizer
-    return PackedCosts(sorted(found.values(), key=lambda group: -group.bytes), metadata, tokenizer, others)
+    return PackedCosts(sorted(groups.values(), key=lambda group: -group.bytes), metadata, tokenizer, others)
 
 
 def costs_table(costs: PackedCosts) -> Table:

@@ -122,8 +122,8 @@ class VocabularyRemoval:
         self._ids = self._plain.get_vocab(with_added_tokens=True)
         count = _kept_count(keep, len(self._ids))
         pieces = _pieces(_texts(corpus, model.require_tokenizer()))
-        given = () if heldout is None else heldout
-        self.heldout = [text for text in _texts(given, model.require_tokenizer()) if text]
+        texts_of_heldout = () if heldout is None else heldout
+        self.heldout = [text for text in _texts(texts_of_heldout, model.require_tokenizer()) if text]
         counts = self._counted(pieces, divided=heldout is None)
         kept = self._chosen(counts, count)
         self.rows = torch.tensor(sorted(self._ids[token] for token in kept))
@@ -266,11 +266,11 @@ class VocabularyRemoval:
         encoded = _plain(_document_of(model.require_tokenizer(), model.source)).encode_batch_fast(
             self.heldout, add_special_tokens=False
         )
-        found = {"bytes per token": size / sum(len(each.ids) for each in encoded)}
+        scores = {"bytes per token": size / sum(len(each.ids) for each in encoded)}
         if model.task == "causal-lm" and not _is_empty(model):
             window = model.window_length(length)
-            found["bits per byte"] = bits_per_byte(model, self.heldout, window, progress=progress)
-        return found
+            scores["bits per byte"] = bits_per_byte(model, self.heldout, window, progress=progress)
+        return scores
 
     def _report(self, smaller: LoadedModel, scores: list[dict[str, float]]) -> StructuredReport:
         module, name = smaller.module, self._name()

@@ -80,12 +80,12 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
 
 def named_ids(model: nn.Module) -> set[int]:
     """Ids of tokens that the configurations of a model name, such as those of the beginning and end of a text."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for config in _configs(model):
         for name, value in vars(config).items():
             if name.endswith(_IDS):
-                found.update(number for number in (value if isinstance(value, list) else [value]) if _is_id(number))
-    return found
+                ids.update(number for number in (value if isinstance(value, list) else [value]) if _is_id(number))
+    return ids
 
 
 def tensors_of_tokens(model: nn.Module) -> Iterator[Tensor]:
@@ -109,15 +109,15 @@ def _sliced(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def _configs(model: nn.Module) -> list[Any]:
     """The configurations of a model, of its parts, and of generation."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         for name in ("config", "generation_config"):
             config = getattr(module, name, None)
             if hasattr(config, "to_dict"):
-                found[id(config)] = config
+                configs[id(config)] = config
                 parts = [value for value in vars(config).values() if hasattr(value, "to_dict")]
-                found |= {id(part): part for part in parts}
-    return [*found.values()]
+                configs |= {id(part): part for part in parts}
+    return [*configs.values()]
 
 
 def _renumber(settings: dict[str, Any], numbers: Mapping[int, int], size: int) -> None:

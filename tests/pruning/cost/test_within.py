@@ -188,7 +188,7 @@ def test_prices_leave_the_generator_of_torch_as_it_was():
 
 def test_kernels_are_compiled_before_a_solve_is_timed(network, monkeypatch):
     calls, timed = [], prices.timed
-    monkeypatch.setattr(prices.Trial, "solve", lambda trial: calls.append("solve"))
+    monkeypatch.setattr(prices.TrialSolve, "solve", lambda trial: calls.append("solve"))
     monkeypatch.setattr(
         prices, "timed", lambda *arguments, **options: calls.append("time") or timed(*arguments, **options)
     )

@@ -144,8 +144,8 @@ class Need:
     @property
     def streams(self) -> str:
         """Place of the hidden states: on the device if they fit there beside the rest."""
-        left = _ROOM * self.machine.memory - max(self.peak_bytes.values())
-        return "device" if self.streams_bytes <= left else "memory"
+        room = _ROOM * self.machine.memory - max(self.peak_bytes.values())
+        return "device" if self.streams_bytes <= room else "memory"
 
 
 def need(

@@ -241,9 +241,9 @@ def peaks(
         logits = min(logits, _SCORES_BESIDE * of_score * scores + 4 * _PIECES * PIECE)
     if prices_rows(recipe, pattern):
         piece = min(AT_ONCE, sizes.tokens)
-        passed = 2 * itemsize * _ACTIVATIONS * piece * widest
+        activations = 2 * itemsize * _ACTIVATIONS * piece * widest
         number = 4 * _FISHER_SCORES + (of_score if of_score < 4 else 0)  # beside their copy in float32
-        predicted["prices of rows"] = present + max(passed, number * piece * sizes.vocabulary)
+        predicted["prices of rows"] = present + max(activations, number * piece * sizes.vocabulary)
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block

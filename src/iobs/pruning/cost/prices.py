@@ -245,9 +245,9 @@ def _price_of_solves(
     layer = max(few, key=takes.__getitem__) if few else min(patterns, key=takes.__getitem__)
     settings = _settings_of_trial(recipe.for_layer(layer.name))
 
-    def trial(shape: tuple[int, int]) -> Trial:
+    def trial(shape: tuple[int, int]) -> TrialSolve:
         fitting = _pattern_of_trial(patterns[layer], shape)
-        return Trial(shape, fitting, settings, pairs=pairs, held_out=held_out, device=device)
+        return TrialSolve(shape, fitting, settings, pairs=pairs, held_out=held_out, device=device)
 
     small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in patterns))
     small, large = trial(small_shape), trial(shapes[layer])
@@ -303,7 +303,7 @@ def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
     return pattern
 
 
-class Trial:
+class TrialSolve:
     """The solve of one layer with made-up weights and inputs, and its errors.
 
     Args:
@@ -338,9 +338,9 @@ class Trial:
     def _gram(self, columns: int, pairs: bool) -> Gram:
         """A Gram with a few strong directions, as inputs of real layers have."""
         strong = self._draw(_STRONG, columns)
-        own = strong.T @ strong / _STRONG + torch.eye(columns, device=self._device)
-        own = own[None] if columns >= WIDE else own.double()[None]
-        return Gram(own, own.clone() if pairs else None, own.clone() if pairs else None, count=columns)
+        product = strong.T @ strong / _STRONG + torch.eye(columns, device=self._device)
+        product = product[None] if columns >= WIDE else product.double()[None]
+        return Gram(product, product.clone() if pairs else None, product.clone() if pairs else None, count=columns)
 
     def solve(self) -> None:
         """Solve the layer and measure its errors."""

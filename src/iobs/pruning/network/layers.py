@@ -252,15 +252,15 @@ def embedding_layers(model: nn.Module, layers: Sequence[Layer]) -> list[Layer]:
     Tables of fewer than `_FEWEST_TOKENS` rows are left out, and those that a forward pass changes (`max_norm`).
     """
     held = {id(layer.stored(model)) for layer in layers}
-    found = []
+    tables = []
     for path, module in model.named_modules():
         weight = module._parameters.get("weight") if isinstance(module, nn.Embedding) else None
         if weight is None or id(weight) in held or not holds_weights(weight) or module.max_norm is not None:
             continue
         if len(weight) >= _FEWEST_TOKENS and weight.numel():
             held.add(id(weight))
-            found.append(Layer(path, (len(weight), weight.shape[1])))
-    return found
+            tables.append(Layer(path, (len(weight), weight.shape[1])))
+    return tables
 
 
 def embeddings_of(model: nn.Module, layers: Sequence[Layer]) -> dict[str, Layer]:
@@ -277,20 +277,20 @@ def overlapping(model: nn.Module) -> dict[str, str]:
         plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
         if plain and not parameter.is_meta and parameter.numel():
             places.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-    found: dict[str, str] = {}
+    earlier: dict[str, str] = {}
     for shared in places.values():
         if len(shared) < 2:
             continue
-        entries = shared[0][1].untyped_storage().nbytes() // min(one.element_size() for _, one in shared)
+        entries = shared[0][1].untyped_storage().nbytes() // min(parameter.element_size() for _, parameter in shared)
         owner = torch.full((entries,), -1, dtype=torch.int32)
-        for number, (name, one) in enumerate(shared):
-            place = owner.as_strided(one.shape, one.stride(), one.storage_offset())
+        for number, (name, parameter) in enumerate(shared):
+            place = owner.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
             first = int(place.max())
             if first >= 0:
-                found[name] = shared[first][0]
+                earlier[name] = shared[first][0]
             else:
                 place.fill_(number)
-    return found
+    return earlier
 
 
 def joined(path: str, parameter: str) -> str:

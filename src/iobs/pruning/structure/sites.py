@@ -250,7 +250,7 @@ def _sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _JointUnits:
     """Units of one site.
 
     Args:
@@ -322,7 +322,7 @@ class _Graph:
             if joined(self.reads[number].path, self.reads[number].parameter) in tied:
                 self.blocked.add(node)
 
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[_JointUnits]:
         """Joined units with rows in a layer, grouped by their readers and sources, in order of their first column."""
         blocked = {self.component[node] for node in self.blocked}
         units: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -342,14 +342,16 @@ class _Graph:
         return [_group([units[each] for each in alike], [entries[each] for each in alike]) for alike in kinds.values()]
 
 
-def _group(units: Sequence[dict[int, list[int]]], entries: Sequence[dict[str, list[int]]]) -> _Group:
-    return _Group(
+def _group(units: Sequence[dict[int, list[int]]], entries: Sequence[dict[str, list[int]]]) -> _JointUnits:
+    return _JointUnits(
         {number: tuple(tuple(unit[number]) for unit in units) for number in units[0]},
         {name: tuple(tuple(sorted(unit[name])) for unit in entries) for name in entries[0]},
     )
 
 
-def _site(model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns], group: _Group) -> Site:
+def _site(
+    model: nn.Module, traced: Trace, reads: Sequence[Read], columns: Sequence[Columns], group: _JointUnits
+) -> Site:
     readers = []
     for number, units in group.units.items():
         read, columns_of = reads[number], columns[number].index

@@ -71,11 +71,11 @@ def best_choices(costs: Sequence[Sequence[int]], effects: Sequence[Sequence[floa
         chosen.append(index)
     if not np.isfinite(best[room]):
         return [int(np.argmin(of_layer)) for of_layer in costs]
-    picks, left = [], room
+    picks, room_left = [], room
     for of_layer, index in zip(reversed(costs), reversed(chosen), strict=True):
-        number = int(index[left])
+        number = int(index[room_left])
         picks.append(number)
-        left -= -(-of_layer[number] // unit)
+        room_left -= -(-of_layer[number] // unit)
     return picks[::-1]
 
 

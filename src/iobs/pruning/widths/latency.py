@@ -145,9 +145,11 @@ def _session(example: Example) -> TimedCall:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    used = {one.name for one in session.get_inputs()}
-    given = {name: one.detach().cpu().numpy() for name, one in zip(names, traced.inputs, strict=True) if name in used}
-    return lambda: session.run(None, given)
+    used = {value.name for value in session.get_inputs()}
+    inputs = {
+        name: value.detach().cpu().numpy() for name, value in zip(names, traced.inputs, strict=True) if name in used
+    }
+    return lambda: session.run(None, inputs)
 
 
 def _exported(traced: _Traced, names: Sequence[str]) -> bytes:
@@ -280,8 +282,8 @@ class Latency:
             return (site.count,)
         useful = [site.count]
         for width in sorted((width for width in widths if width < site.count), reverse=True):
-            known = width in times.widths or site.kind != "channels"
-            if known and times.saved(width) > times.saved(useful[-1]) + 1e-3 * times.seconds[-1]:
+            measured = width in times.widths or site.kind != "channels"
+            if measured and times.saved(width) > times.saved(useful[-1]) + 1e-3 * times.seconds[-1]:
                 useful.append(width)
         return tuple(reversed(useful))
 
@@ -388,10 +390,10 @@ def _signature(site: Site, example: Example) -> object:
     """
     shapes = tuple((name, tuple(value.shape)) for name, value in example.module.state_dict().items())
     inputs = tuple(
-        tuple(one.shape) for one in tree_leaves((example.arguments, example.named)) if isinstance(one, Tensor)
+        tuple(part.shape) for part in tree_leaves((example.arguments, example.named)) if isinstance(part, Tensor)
     )
     inner = site.inside()
-    parts = tuple((one.key, one.axis, tuple(map(len, one.index))) for one in inner.slices)
+    parts = tuple((part.key, part.axis, tuple(map(len, part.index))) for part in inner.slices)
     return repr(example.module), shapes, inputs, parts
 
 
