@@ -287,12 +287,9 @@ def _about_the_division(request: Request) -> str:
     """Sentence about the zeros that the run itself chooses; empty if it chooses none."""
     pattern = request.pattern
     if isinstance(pattern, Rate) and request.recipe.division.criterion != "uniform":
-        size = (
-            sum(layer.weights for layer, layer_pattern in request.patterns.items() if layer_pattern is pattern)
-            * pattern.bits
-            / 8e6
-        )
-        return f"The run divides the bits among these layers; together they take {size:.4g} MB."
+        weights = sum(layer.weights for layer, of_layer in request.patterns.items() if of_layer is pattern)
+        megabytes = weights * pattern.bits / 8e6
+        return f"The run divides the bits among these layers; together they take {megabytes:.4g} MB."
     allocation = under_pattern(request.recipe.division, pattern)
     moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""

@@ -301,10 +301,9 @@ class Report:
 
     def table(self) -> list[list[Any]]:
         """The heading and the rows of `to_frame`, as lists."""
-        columns = [record.name for record in fields(LayerRecord) if record.name != "stats"]
-        return [[*columns, "sparsity"]] + [
-            [*(getattr(record, c) for c in columns), record.sparsity] for record in self.layers
-        ]
+        columns = [each.name for each in fields(LayerRecord) if each.name != "stats"]
+        rows = [[*(getattr(layer, name) for name in columns), layer.sparsity] for layer in self.layers]
+        return [[*columns, "sparsity"], *rows]
 
     def save(self, path: str | Path) -> None:
         """Write the report to a file; absolute paths in its texts become names, signs that UTF-8 lacks escapes.
