@@ -12,7 +12,7 @@ import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.network.layers import Layer, find_layers
-from iobs.pruning.widths.costs import _Kernels
+from iobs.pruning.widths.costs import counting_kernels
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -365,7 +365,7 @@ def test_arguments_of_products_may_be_given_by_name_in_any_order():
 
 
 def test_convolutions_whose_arguments_have_names_are_counted():
-    kernel, layer = torch.randn(6, 3, 3, 3), Layer("w", (6, 27))
-    with _Kernels({id(kernel): layer}) as kernels:
+    kernel, layer, counts = torch.randn(6, 3, 3, 3), Layer("w", (6, 27)), {}
+    with counting_kernels({id(kernel): layer}, counts):
         functional.conv2d(weight=kernel, input=torch.randn(2, 3, 8, 8), bias=torch.zeros(6))
-    assert kernels.counts == {layer: 2 * 36}
+    assert counts == {layer: 2 * 36}

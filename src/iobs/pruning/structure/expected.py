@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import iobs
 from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
-from iobs.pruning.network.calls import before_calls
+from iobs.pruning.network.calls import Args, Function, Kwargs, Observer, before_calls
 from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
@@ -41,28 +40,6 @@ _PIECE = 2**22  # outputs that are compared at once, in float64
 _LARGEST_GAP = 0.05  # difference of outputs, relative to the largest output, that rounding may explain
 _TOLERANCE = 1e-4  # difference of outputs of a site in float32, relative to the largest output
 _MOST_TRIES = 64  # combinations of attributes of one site
-
-
-class FixedSizes(TorchFunctionMode):
-    """Finds the last call, while it is active, with a size that is a multiple of a number of units.
-
-    Args:
-        count: the number of units.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count, self.line = count, ""
-
-    def __torch_function__(
-        self, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
-        """Look at the sizes of a call, and call."""
-        if function in _SIZED:
-            sizes = _whole_numbers((args[1:], kwargs or {}))
-            if any(size >= self.count and size % self.count == 0 for size in sizes):
-                self.line = _line_of_code() or self.line
-        return function(*args, **(kwargs or {}))
 
 
 def _whole_numbers(values: Any) -> Iterator[int]:
@@ -373,11 +350,20 @@ class _Trial:
         """The reason why the narrower module fails: the line of code that holds the full width, if it is found."""
         narrow = copied(self.dense)
         remove(narrow, [site], {site.name: self.cases[0][0]})
-        with suppress(*batches.REFUSALS), FixedSizes(site.count) as sizes:
+        lines: list[str] = []
+
+        def note(function: Function, args: Args, kwargs: Kwargs) -> None:
+            if function in _SIZED:
+                sizes = _whole_numbers((args[1:], kwargs))
+                if any(size >= site.count and size % site.count == 0 for size in sizes):
+                    lines.append(_line_of_code())
+
+        with suppress(*batches.REFUSALS), Observer(note):
             _outputs(narrow, self.arguments)
-        if not sizes.line:
+        if not any(lines):
             return "its code, or a tensor that is no parameter, keeps the full width"
-        return f"its code holds the full width as a number ({sizes.line}); -1 or flatten(1) would follow the units"
+        line = [*filter(None, lines)][-1]
+        return f"its code holds the full width as a number ({line}); -1 or flatten(1) would follow the units"
 
     def gap(self, site: Site) -> float:
         """The first relative gap of outputs above the tolerance, otherwise the last; of the narrower module."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.network.calls import after_calls, factors
+from iobs.pruning.network.calls import Args, Function, Kwargs, Observer, after_calls, factors
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, Layer, find_layers, joined, linear_maps
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.samples import batches
@@ -235,7 +234,10 @@ def _uncalled(model: nn.Module, batch: Batch, called: Collection[str]) -> dict[L
     """Number of vectors that layers multiply which no module of `positions_of` computes, such as those of attention."""
     layers = [layer for layer in find_layers(model) if layer.parameter != "weight" or layer.path not in called]
     counts = dict.fromkeys(layers, 0)
-    kernels = _Kernels({id(layer.stored(model)): layer for layer in layers if layer.view is not None})
+    of_kernels: dict[Layer, int] = {}
+    kernels = counting_kernels(
+        {id(layer.stored(model)): layer for layer in layers if layer.view is not None}, of_kernels
+    )
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
         counts[layer] += value.numel() // max(1, value.shape[-1])
@@ -244,35 +246,30 @@ def _uncalled(model: nn.Module, batch: Batch, called: Collection[str]) -> dict[L
         with torch.no_grad(), keeping_buffers(model), kernels, captured_inputs(model, layers, note):
             for part in batches.pieces(batch):
                 batches.forward(model, part)
-    counts |= kernels.counts  # `note` is given some windows of their inputs only
+    counts |= of_kernels  # `note` is given some windows of their inputs only
     return {layer: count for layer, count in counts.items() if count}
 
 
-class _Kernels(TorchFunctionMode):
-    """Count the positions of convolutions that a model computes without a module of torch.
+def counting_kernels(layers: Mapping[int, Layer], counts: dict[Layer, int]) -> Observer:
+    """A context that counts the positions of convolutions that a model computes without a module of torch.
 
     Args:
         layers: by identity of their parameter.
+        counts: positions by layer, which are added to.
     """
 
-    def __init__(self, layers: Mapping[int, Layer]) -> None:
-        super().__init__()
-        self.layers = layers
-        self.counts: dict[Layer, int] = {}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        """Call the function, and count if it is a convolution with one of the kernels."""
-        result = func(*args, **(kwargs or {}))
+    def listen(func: Function, args: Args, kwargs: Kwargs) -> Callable[[Any], None] | None:
         name = getattr(func, "__name__", "")
-        if name.startswith("conv") and isinstance(result, Tensor):
-            source, weight = factors(args, kwargs or {})
-            layer, value = self.layers.get(id(weight)), source if "transpose" in name else result
-            if layer is not None and isinstance(weight, Tensor) and isinstance(value, Tensor):
-                self.counts[layer] = self.counts.get(layer, 0) + value.numel() // weight.shape[0]
-        return result
+        if not name.startswith("conv"):
+            return None
+        source, weight = factors(args, kwargs)
+        layer = layers.get(id(weight))
+
+        def count(result: Any) -> None:
+            value = source if "transpose" in name else result
+            if layer is not None and isinstance(value, Tensor):
+                counts[layer] = counts.get(layer, 0) + value.numel() // weight.shape[0]
+
+        return count
+
+    return Observer(listen)
