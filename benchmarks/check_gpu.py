@@ -107,8 +107,7 @@ def run(device: torch.device) -> Findings:
     if error is not None:
         found.checks.append(failed("times of one block", error))
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        _, error = tried(lambda: sparse_products(device, capability, _BLOCK_8B[0][1], found))
+        _, error = tried(lambda: sparse_products(device, _BLOCK_8B[0][1], found))
         found.checks += [] if error is None else [failed("products with zeros", error)]
     else:
         found.notes.append("Products with zeros left out were not run: iobs.accelerate has other forms on a CPU.")
@@ -216,8 +215,8 @@ def kernel_times(shape: tuple[int, int], clock: Clock, drawn: Callable[[int, int
 
 
 @torch.no_grad()
-def sparse_products(device: torch.device, capability: tuple[int, int], side: int, found: Findings) -> None:
-    """Compare and time the forms of `iobs.accelerate` on a GPU, in bfloat16: one token and 1,024 tokens."""
+def sparse_products(device: torch.device, side: int, found: Findings) -> None:
+    """Compare and time the form of `iobs.accelerate` on a GPU, in bfloat16: one token and 1,024 tokens."""
     clock, generator = Clock(device), torch.Generator().manual_seed(0)
     for pattern in (NM(2, 4), Unstructured(0.5), Unstructured(0.7), Unstructured(0.9)):
         weight = torch.randn(side, side, generator=generator) / side**0.5
@@ -225,17 +224,18 @@ def sparse_products(device: torch.device, capability: tuple[int, int], side: int
         layer = nn.Linear(side, side, bias=False)
         layer.weight.data = weight
         layer.to(device, torch.bfloat16)
-        makers, notes = gpu.forms(layer, capability)
+        make, note = gpu.form_of(layer)
         for tokens in (1, 1024):
             given = torch.randn(tokens, side, generator=generator).to(device, torch.bfloat16)
-            forms, more = gpu.usable(makers, given)
-            found.notes += [f"{pattern}: {note}." for note in notes + more if f"{pattern}: {note}." not in found.notes]
+            form, more = (None, "") if make is None else gpu.usable(make, given)
+            notes = [f"{pattern}: {text}." for text in (note, more) if text]
+            found.notes += [text for text in notes if text not in found.notes]
             wanted = layer(given).float()
-            for name, form in {"dense": layer, **forms}.items():
+            for name, each in {"dense": layer, **({} if form is None else {gpu.OFFSETS: form})}.items():
                 title = f"{name} product of {pattern}, {side} x {side}, {tokens} token(s)"
-                apart = float((form(given).float() - wanted).norm() / wanted.norm())
+                apart = float((each(given).float() - wanted).norm() / wanted.norm())
                 found.checks += [Check(title, apart <= CLOSE, f"{apart:.1e} from dense")] if name != "dense" else []
-                found.timings.append(clock.timed(title, 2.0 * tokens * side**2, partial(form, given), repeat=_PRODUCTS))
+                found.timings.append(clock.timed(title, 2.0 * tokens * side**2, partial(each, given), repeat=_PRODUCTS))
 
 
 def timed_step(shapes: list[tuple[int, int]], device: torch.device, clock: Clock) -> Timing:

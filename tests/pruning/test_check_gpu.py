@@ -67,14 +67,13 @@ def test_block_is_timed_and_its_rates_are_positive():
 
 
 def test_products_with_zeros_are_compared_and_timed_or_noted(monkeypatch):
-    """Without a GPU: the bitmask kernel runs in Triton's interpreter, torch refuses its 2:4 tensors on the CPU."""
+    """Without a GPU: the kernel of offsets runs in Triton's interpreter."""
     found = Findings({})
     monkeypatch.setattr(check_gpu, "_PRODUCTS", 1)
-    sparse_products(HERE, (8, 0), 64, found)
+    sparse_products(HERE, 64, found)
     there = importlib.util.find_spec("triton") is not None
     assert len(found.checks) == (8 if there else 0)
     assert all(one.passed for one in found.checks)
-    assert any("2:4 does not run here" in note for note in found.notes)
     assert there or any("pip install triton" in note for note in found.notes)
     names = [one.name for one in found.timings]
     assert "dense product of 2:4, 64 x 64, 1 token(s)" in names

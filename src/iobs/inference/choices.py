@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,7 +132,6 @@ _SMALLEST = 1 << 14  # entries; the calls of smaller layers cost more than their
 _REPETITIONS, _LONGEST = 9, 0.3  # of a timing: number, and seconds for one candidate
 _COUNTS = (2, 4, 8, 16, 64)  # tokens that decide between the kernels of few and of many tokens
 _ANY = 1 << 30
-_ON_A_GPU = "layers are 2:4, which CUDA devices of compute capability 8.0 or newer multiply; here zeros are bitmasks"
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def accelerate(
 
     The candidates of each shape are timed, the dense layer among them. The model is changed in place and computes
     without gradients; transformers' `generate` and pipelines work as before. The state dict then has the stored
-    tensors, so save the dense model first. On a CUDA device, the candidates of a linear layer are torch's 2:4 product
-    and a bitmask; both keep the weights unrounded.
+    tensors, so save the dense model first. On a CUDA device, the candidate beside a dense linear layer is its non-zero
+    entries with short column offsets, unrounded.
 
     Args:
         model: on the CPU, in float32 or bfloat16, or on one CUDA device.
@@ -248,7 +248,7 @@ def accelerate(
     before = _count_stored(model)
     timings: _Timings | _GpuTimings
     if device.type == "cuda":
-        timings = _GpuTimings(torch.cuda.get_device_capability(device))
+        timings = _GpuTimings()
     else:
         timings = _Timings(FORMATS_OF[precision], [threads] if threads else sorted({1, torch.get_num_threads()}))
     choices: dict[str, Choice] = {}
@@ -283,7 +283,7 @@ def accelerate(
 
 def _count_stored(model: nn.Module) -> int:
     """Number of layers that are no longer dense."""
-    return sum(isinstance(module, StoredLinear) or gpu.is_form(module) for module in model.modules())
+    return sum(isinstance(module, StoredLinear | gpu.OffsetLinear) for module in model.modules())
 
 
 @contextmanager
@@ -340,8 +340,6 @@ class _Timings:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
         weight = matrix_of(layer)
         sparsity = float((weight == 0).float().mean())
-        if sparsity and gpu.is_two_four(weight) and _ON_A_GPU not in self.notes:
-            self.notes.append(_ON_A_GPU)
         key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, type(layer))
         if key not in self.measured:
             self.measured[key] = self._timed(layer, sparsity, tokens)
@@ -387,41 +385,43 @@ class _Timings:
 
 @dataclass
 class _GpuTimings:
-    """Times the candidates on a CUDA device of a compute capability, as `_Timings` does."""
+    """Times the candidates on a CUDA device, as `_Timings` does."""
 
-    capability: tuple[int, int]
-    measured: dict[tuple[object, ...], tuple[dict[str, float], str]] = field(default_factory=dict)
+    measured: dict[tuple[object, ...], dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def choose(self, name: str, layer: nn.Module, tokens: int) -> tuple[Choice, nn.Module | None]:
         """The choice for a layer, and its new form; None if the dense layer is fastest."""
-        weight = matrix_of(layer)
+        weight, make = matrix_of(layer), None
         sparsity = float((weight == 0).float().mean())
-        makers: dict[str, Callable[[], nn.Module]] = {}
         if isinstance(layer, nn.Linear):
-            makers, notes = gpu.forms(layer, self.capability)
-            self.notes += [note for note in notes if note not in self.notes]
-        key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, *makers)
+            make, note = gpu.form_of(layer)
+            self._note(note)
+        key = (weight.shape, weight.dtype, layer.bias is None, round(20 * sparsity), tokens, make is None)
         if key not in self.measured:
-            self.measured[key] = self._timed(layer, tokens, makers)
-        seconds, best = self.measured[key]
-        form = makers[best]() if best in makers else None
-        after = gpu.bytes_of(form or layer, best, weight)
-        shape = (weight.shape[0], weight.shape[1])
-        return Choice(name, shape, sparsity, best, seconds, tokens, 0, _bytes(layer), after, 0.0), form
+            self.measured[key] = self._timed(layer, tokens, make)
+        seconds = self.measured[key]
+        # The form has fewer bytes, so it wins a tie.
+        faster = make is not None and seconds.get(gpu.OFFSETS, math.inf) <= _TIE * seconds["dense"]
+        form = make() if make is not None and faster else None
+        before, shape = _bytes(layer), (weight.shape[0], weight.shape[1])
+        after = form.bytes if isinstance(form, gpu.OffsetLinear) else before
+        chosen = "dense" if form is None else gpu.OFFSETS
+        return Choice(name, shape, sparsity, chosen, seconds, tokens, 0, before, after, 0.0), form
 
-    def _timed(
-        self, layer: nn.Module, tokens: int, makers: Mapping[str, Callable[[], nn.Module]]
-    ) -> tuple[dict[str, float], str]:
-        """Seconds of each candidate, and the best one."""
+    def _timed(self, layer: nn.Module, tokens: int, make: Callable[[], nn.Module] | None) -> dict[str, float]:
+        """Seconds of each candidate."""
         inputs = _activations(layer, tokens).to(matrix_of(layer).device)
-        forms, notes = gpu.usable(makers, inputs)
-        self.notes += [note for note in notes if note not in self.notes]
-        forms = {"dense": layer, **forms}
-        seconds = _best_seconds({which: partial(gpu.waiting, form, inputs) for which, form in forms.items()})
-        near = [which for which, value in seconds.items() if value <= _TIE * min(seconds.values())]
-        weight = matrix_of(layer)
-        return seconds, min(near, key=lambda which: (gpu.bytes_of(forms[which], which, weight), seconds[which]))
+        candidates = {"dense": layer}
+        if make is not None:
+            form, note = gpu.usable(make, inputs)
+            self._note(note)
+            candidates |= {} if form is None else {gpu.OFFSETS: form}
+        return _best_seconds({name: partial(gpu.waiting, form, inputs) for name, form in candidates.items()})
+
+    def _note(self, note: str) -> None:
+        if note and note not in self.notes:
+            self.notes.append(note)
 
 
 def _most_tokens(form: nn.Module, layer: nn.Module, counts: list[int], least: int) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.formats import FormatName, StoredMatrix, require_valid, store
-from iobs.inference.gpu import is_form
 from iobs.inference.product import StoredProduct
 from iobs.inference.safeguards import buffers_after, without_gradient
 
@@ -258,12 +257,9 @@ def _refused(*_: object, **__: object) -> None:
 
 
 def can_store(module: nn.Module) -> bool:
-    """True if a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding.
-
-    A linear layer has none that `iobs.accelerate` has given a form of a CUDA device.
-    """
+    """True if a module has a stored form: a linear layer, or a convolution of size 1 without groups or padding."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return type(module) is nn.Linear and not is_form(module)
+        return type(module) is nn.Linear
     if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):  # a class of its own may compute something else
         return False
     single = set(module.kernel_size) == {1} and module.groups == 1

@@ -19,7 +19,7 @@ from iobs.core.integers import Integers
 from iobs.core.patterns import NM, Budget, Grid, Pattern, Rate, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
 from iobs.pruning.network.folding import folded
-from iobs.pruning.network.layers import Layer, find_layers, is_compressed, library_class, projections
+from iobs.pruning.network.layers import Layer, find_layers, library_class, projections
 from iobs.pruning.report import AuditRow
 
 _SLACK, _SIDE_BITS = 1.01, 400  # integers that are read back may have a longer code; by so many bits of a matrix
@@ -221,8 +221,7 @@ def _of_model(model: nn.Module) -> Generator[Matrix]:
     with folded(model):
         for layer in find_layers(model):
             stored = layer.stored(model)
-            matrix = stored.to_dense() if is_compressed(stored) else layer.read(model).to(stored.dtype)
-            yield layer.name, matrix, (layer.kernel,)
+            yield layer.name, layer.read(model).to(stored.dtype), (layer.kernel,)
         forms = library_class("iobs.inference.modules", "StoredLinear")
         forms += library_class("iobs.inference.gpu", "OffsetLinear")
         for name, module in model.named_modules():

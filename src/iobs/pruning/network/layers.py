@@ -175,11 +175,6 @@ def holds_weights(stored: Tensor) -> bool:
     return stored.dtype.is_floating_point and stored.dtype.itemsize > 1
 
 
-def is_compressed(stored: Tensor) -> bool:
-    """True if a parameter is a 2:4 tensor of torch, as `iobs.accelerate` makes it on a CUDA device."""
-    return isinstance(stored, torch.sparse.SparseSemiStructuredTensor)
-
-
 def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
     """The names of the layers' biases, (rows,); layers without one are left out, and biases that modules share."""
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -20,7 +20,6 @@ from iobs.pruning.network.layers import (
     embedding_layers,
     find_layers,
     holds_weights,
-    is_compressed,
     joined,
     library_class,
     linear_maps,
@@ -143,11 +142,7 @@ def require_unstored(
         library_class("iobs.inference.modules", "StoredLayer"),
         library_class("iobs.inference.gpu", "OffsetLinear"),
     )
-    names = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, stored) or any(map(is_compressed, module.parameters(recurse=False)))
-    ]
+    names = [path for path, module in model.named_modules() if isinstance(module, stored)]
     if names:
         raise ModelError(
             f"{len(names)} layers of the model, {names[0]!r} first, are stored matrices of iobs.accelerate or of a "
