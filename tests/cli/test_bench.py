@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from iobs import models
 from iobs.cli import app, benching
 from iobs.cli.benching import Repetition, Timing, Workload, fastest_threads, repetition
-from iobs.core import memory
 from iobs.errors import ModelError
 from iobs.inference import StoredLinear, cpu
 from iobs.inference.decoder import Decoder
@@ -190,7 +189,7 @@ def test_narrower_network_is_measured_beside_the_one_before(narrower, run, monke
     assert (row["entries_beside"], row["entries"]) == (179, 91)
     assert row["share"] == pytest.approx(row["seconds"] / row["seconds_beside"])
     for seconds, said in (((2e-3, 1e-3), "2.00 times as fast as"), ((1e-3, 0.99e-3), "NOT faster than")):
-        monkeypatch.setattr("iobs.pruning.widths.latency.shares_of", lambda *_, seconds=seconds: seconds)
+        monkeypatch.setattr("iobs.cli.benching.shares_of", lambda *_, seconds=seconds: seconds)
         shown = " ".join(run("bench", out, "--beside", net, "--shape", "7", "--runtime", "torch").output.split())
         assert said in shown
         assert "million parameters" in shown
@@ -207,7 +206,7 @@ def test_narrower_network_is_measured_in_onnx_runtime(narrower, run):
 
 def test_language_model_is_measured_beside_another_on_a_prompt(run, monkeypatch):
     given = []
-    monkeypatch.setattr("iobs.pruning.widths.latency.shares_of", lambda *all_: given.append(all_[2]) or (1.0, 0.5))
+    monkeypatch.setattr("iobs.cli.benching.shares_of", lambda *all_: given.append(all_[2]) or (1.0, 0.5))
     run("bench", EMBEDDED, "--beside", EMBEDDED, "--prompt", "9", "--runtime", "torch")
     assert given[0]["input_ids"].shape == (1, 9)
 
@@ -229,7 +228,7 @@ def test_plain_bench_of_a_narrower_network_names_the_comparison(narrower, run, m
 @pytest.mark.parametrize("free", [10**12, 1])
 def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, monkeypatch):
     groups = []
-    monkeypatch.setattr(memory, "available", lambda: free)
+    monkeypatch.setattr(benching, "available", lambda: free)
     monkeypatch.setattr(benching, "_measure_together", lambda workload, dense, forms, *_: groups.append(forms) or [])
     assert [*benching.measure_forms(workload(EMBEDDED), 1)] == []
     forms = ["float32", "bfloat16", "filled", "stored"]

@@ -66,7 +66,7 @@ class Problems:
 
 
 @dataclass(frozen=True)
-class Coding:
+class ColumnCoding:
     """Translation of one column of a file into columns of the design.
 
     Attributes:
@@ -131,7 +131,9 @@ class Coding:
         return np.asarray(values[:, None] == np.array(self.levels[1:], dtype=object), dtype=np.float64)
 
 
-def coding_of(name: str, values: Column, missing: Missing, problems: Problems, category: bool = False) -> Coding | None:
+def coding_of(
+    name: str, values: Column, missing: Missing, problems: Problems, category: bool = False
+) -> ColumnCoding | None:
     """The coding of a column of the training data; None if it cannot be used, which adds a problem.
 
     Args:
@@ -156,12 +158,12 @@ def coding_of(name: str, values: Column, missing: Missing, problems: Problems, c
         _check_gaps(name, values, problems)
     _check_sizes(name, numbers, problems)
     if not gone.any() or missing != "mean":
-        return Coding(name)
+        return ColumnCoding(name)
     with np.errstate(invalid="ignore", over="ignore"):
-        return Coding(name, (), float(numbers[~gone].mean()))
+        return ColumnCoding(name, (), float(numbers[~gone].mean()))
 
 
-def _category(name: str, values: Column, missing: Missing, problems: Problems, sure: bool) -> Coding | None:
+def _category(name: str, values: Column, missing: Missing, problems: Problems, sure: bool) -> ColumnCoding | None:
     leave = f"leave it out with --drop {shlex.quote(name)}"
     gone = is_missing(values)
     texts = [str(value) for value in values[~gone]]
@@ -180,7 +182,7 @@ def _category(name: str, values: Column, missing: Missing, problems: Problems, s
     elif missing == "error" and gone.any():
         _check_gaps(name, values, problems)
     else:
-        return Coding(name, (*levels, *([MISSING_LEVEL] if gone.any() and missing == "mean" else [])))
+        return ColumnCoding(name, (*levels, *([MISSING_LEVEL] if gone.any() and missing == "mean" else [])))
     return None
 
 
@@ -198,7 +200,9 @@ def _among_numbers(values: Column) -> str:
     return f"text such as {str(values[odd[0]])!r} among numbers, in {_rows(np.array(odd))}"
 
 
-def encoded(codings: Sequence[Coding], columns: Mapping[str, Column], problems: Problems) -> tuple[Array, list[str]]:
+def encoded(
+    codings: Sequence[ColumnCoding], columns: Mapping[str, Column], problems: Problems
+) -> tuple[Array, list[str]]:
     """The design matrix (n, d) float64 and the names of its columns."""
     rows = len(next(iter(columns.values()))) if columns else 0
     parts = [coding.apply(columns[coding.name], problems) for coding in codings]

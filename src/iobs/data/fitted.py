@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from scipy.special import expit, softmax
 
-from iobs.data.encoding import Coding, Missing, Problems, encoded, is_missing
+from iobs.data.encoding import ColumnCoding, Missing, Problems, encoded, is_missing
 from iobs.data.tables import read_columns
 from iobs.errors import DataError, ModelError
 from iobs.optimize.objectives.design import Array
@@ -44,7 +44,7 @@ class Fitted:
     target: str
     loss: str
     classes: tuple[str, ...]
-    codings: tuple[Coding, ...]
+    codings: tuple[ColumnCoding, ...]
     coefficients: Array
     constants: Array
     offset: str = ""
@@ -82,7 +82,7 @@ class Fitted:
             raise ModelError(f"The file holds no model of format {FORMAT!r}; write one with iobs solve ... -o MODEL.")
         try:
             codings = tuple(
-                Coding(
+                ColumnCoding(
                     str(each["name"]),
                     tuple(str(level) for level in each["levels"]),
                     None if each["fill"] is None else float(each["fill"]),

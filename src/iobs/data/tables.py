@@ -23,8 +23,8 @@ import numpy as np
 from iobs.core.memory import available
 from iobs.core.specs import require_table
 from iobs.data.encoding import (
-    Coding,
     Column,
+    ColumnCoding,
     Missing,
     Problems,
     as_text,
@@ -88,7 +88,7 @@ class Table:
     y: Array
     names: list[str]
     classes: list[str]
-    codings: tuple[Coding, ...] = ()
+    codings: tuple[ColumnCoding, ...] = ()
     dropped: int = 0
     aside: dict[str, Array] = field(default_factory=dict)
 

@@ -76,7 +76,7 @@ def encode(integers: Integers) -> bytes:
     scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
     numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
     described = zlib.compress(numbers_of + tables.entries.tobytes(), 9)
-    coding = kernel.ClassTables(_small(classes.rows), _small(classes.columns), *_lookup(tables))
+    coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
     whole = head + scales + described + words.tobytes()
@@ -140,7 +140,7 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
     if zlib.crc32(tables.starts.tobytes()) != of_tables:
         raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")
     words = np.frombuffer(data, np.uint16, count, words_at)
-    codes = kernel.decoded(words, kernel.ClassTables(by_row, by_column, *_lookup(tables)), states)
+    codes = kernel.decoded(words, kernel.Coding(by_row, by_column, *_lookup(tables)), states)
     if codes is None:
         raise damaged
     return Integers(torch.from_numpy(codes), steps, factors), data[end + 2 * _SUM.size :]

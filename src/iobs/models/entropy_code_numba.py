@@ -21,7 +21,7 @@ _WHOLE = 1 << _BITS
 _LEAST = 1 << 16  # least state
 
 
-class ClassTables(NamedTuple):
+class Coding(NamedTuple):
     """The classes of the entries of a matrix, and the tables of the classes.
 
     Attributes:
@@ -44,7 +44,7 @@ class ClassTables(NamedTuple):
 @njit(nogil=True, cache=True)
 def _written(
     codes: NDArray[np.int32],
-    coding: ClassTables,
+    coding: Coding,
     states: Places,
     words: Words,
 ) -> int:
@@ -91,7 +91,7 @@ def _slots(starts: Words, places: Places, ends: Places) -> NDArray[np.uint16]:
 @njit(nogil=True, cache=True)
 def _read(
     codes: NDArray[np.int32],
-    coding: ClassTables,
+    coding: Coding,
     slots: NDArray[np.uint16],
     states: Places,
     words: Words,
@@ -131,7 +131,7 @@ def _read(
 
 def encoded(
     codes: NDArray[np.int32],
-    coding: ClassTables,
+    coding: Coding,
     count: int,
 ) -> Words:
     """The words of a matrix: first the last states, high word before low, then those of its integers.
@@ -150,7 +150,7 @@ def encoded(
 
 def decoded(
     words: Words,
-    coding: ClassTables,
+    coding: Coding,
     count: int,
 ) -> NDArray[np.int32] | None:
     """The integers of `encoded`, (rows, columns); None if the words are not theirs."""
