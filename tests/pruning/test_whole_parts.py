@@ -212,8 +212,8 @@ def test_blocks_that_the_class_cannot_lose_are_refused_before_the_refit(monkeypa
         Blocks, "_shorter_config", lambda self, gone: narrower(self, [0]) if 2 not in gone else object()
     )
     damages = iter([0.0, 1.0, 2.0, 0.0, 1.0])
-    monkeypatch.setattr("iobs.pruning.structured.shortening._Damage", lambda *_: damages.__next__)
-    monkeypatch.setattr("iobs.pruning.structured.shortening.run", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr("iobs.pruning.structured.parts._Damage", lambda *_: damages.__next__)
+    monkeypatch.setattr("iobs.pruning.structured.parts.run", lambda *_, **__: pytest.fail("work was done"))
     monkeypatch.setattr(Blocks, "_can_lose", lambda *_: False)
     with pytest.raises(ModelError, match="cannot be built with 2 blocks"):
         iobs.prune(mixture_after_a_dense_block(), text(), iobs.Structured(0.34, units="blocks"), "one-shot")
@@ -309,8 +309,8 @@ def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_oth
         assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
 
 
-PLACES = ("shortening.Expected.of", "shortening.require_rebuilt", "run._seconds")  # before `finish` and after it
-IN_THE_LONG_SET = {("blocks", "shortening.Expected.of"), ("experts", "shortening.require_rebuilt")}
+PLACES = ("parts.Expected.of", "parts.require_rebuilt", "run._seconds")  # before `finish` and after it
+IN_THE_LONG_SET = {("blocks", "parts.Expected.of"), ("experts", "parts.require_rebuilt")}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.safeguards import buffers_after, without_gradient
+from iobs.inference.modules import buffers_after, without_gradient
 
 OFFSETS = "offsets"  # name of the form
 _NO_OFFSETS_BELOW = 0.4  # share of zeros; below it there is too little to gain

@@ -17,7 +17,7 @@ from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, as_recipe
 from iobs.pruning.recipe.parts import LossName
 from iobs.pruning.recipe.recipe import TargetName
 from iobs.pruning.recipe.text import with_settings
-from iobs.pruning.structured.shortening import PARTS
+from iobs.pruning.structured.parts import PARTS
 
 RECIPES = {
     **PRESETS,

@@ -1,6 +1,6 @@
 """`iobs.prune` with the pattern `Structured`: check, find units, choose them and solve for what reads them, remove.
 
-Channels, neurons and heads (`narrowing`) and blocks and experts (`shortening`) take the same path. A plan stops before
+Channels, neurons and heads (`narrowing`) and blocks and experts (`parts`) take the same path. A plan stops before
 anything is solved.
 """
 
@@ -27,7 +27,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structured.narrowing import SiteRemoval
-from iobs.pruning.structured.shortening import PartRemoval, StoreBesideDense
+from iobs.pruning.structured.parts import PartRemoval, StoreBesideDense
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, StructuredRequest, UnitsPlan
 from iobs.pruning.widths.costs import note_differing_shapes
 from iobs.pruning.widths.latency import NAMES, require_runtime, shares_of
