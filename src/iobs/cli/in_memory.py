@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.table import Table
 
 from iobs.cli import console, options
 from iobs.cli.by_blocks import StreamPlace, plan_of, run_where_it_fits, show_peak, show_plan, show_time, store_of
@@ -42,6 +41,7 @@ from iobs.pruning.structured.run import plan_structured, require_possible
 from iobs.pruning.structured_report import PlannedCost, StructuredReport, StructuredRequest, UnitsPlan
 from iobs.pruning.workspace import Request
 from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
+from iobs.report.tables import titled_table
 
 
 def prune_in_memory(
@@ -258,11 +258,8 @@ def show_layers(
         result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
         console.print_json({**result, **blocks})
         return
-    table = Table(title=f"{pattern}: what would be pruned", title_justify="left", header_style="bold")
-    table.add_column("layer", overflow="fold")
     names = ["shape", "zeros", *(["bits a weight"] if any(bits.values()) else [])]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = titled_table(f"{pattern}: what would be pruned", ("layer",), names)
     for layer, count in zeros.items():
         stored = bits[layer]
         shown = f"{stored / layer.weights:.3g}" if stored else "-"
@@ -327,13 +324,9 @@ def show_units_plan(pattern: Structured, plan: UnitsPlan, as_json: bool, about: 
 
 
 def _print_units(pattern: Structured, plan: UnitsPlan) -> None:
-
-    table = Table(title=f"{pattern}: what would be removed", title_justify="left", header_style="bold")
     whole = pattern.whole
-    for name in ("in" if whole else "read by", "units"):
-        table.add_column(name, overflow="fold")
-    for name in ("now", "left"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = "in" if whole else "read by", "units"
+    table = titled_table(f"{pattern}: what would be removed", names, ("now", "left"))
     for group in plan.units:
         kept = f"{group.least:,} or more" if group.kept is None else f"{group.kept:,}"
         table.add_row(group.name if whole else ", ".join(group.layers), group.kind, f"{group.count:,}", kept)

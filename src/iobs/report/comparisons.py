@@ -12,6 +12,7 @@ from rich.text import Text
 from iobs.core.formats import duration, higher_is_better, score
 from iobs.pruning.structured_report import FASTER
 from iobs.report.plots import BLUE, GREEN, GREY, INK, ORANGE, drawn, figure_of, logarithmic
+from iobs.report.tables import titled_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,11 +43,8 @@ def trials_table(trials: list[MethodTrial], dense: float | None) -> Table:
     """Table of methods (rows) by patterns (columns): score and time; the best score of a pattern is bold."""
     metric = trials[0].metric
     title = f"{metric} after pruning" + ("" if dense is None else f" (dense {score(dense)})")
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
     patterns = list(dict.fromkeys(trial.pattern for trial in trials))
-    for pattern in patterns:
-        table.add_column(pattern, justify="right")
+    table = titled_table(title, ("method",), patterns)
     choose = max if higher_is_better(metric) else min
     best = {pattern: choose(t.score for t in trials if t.pattern == pattern) for pattern in patterns}
     by_cell = {(trial.method, trial.pattern): trial for trial in trials}
@@ -155,10 +153,8 @@ class BesideRow:
 
 def beside_table(rows: list[BesideRow]) -> Table:
     """Table of the two models (rows) by milliseconds in each runtime, and parameters."""
-    table = Table(title="One sample in float32 on this machine", title_justify="left", header_style="bold")
-    table.add_column("model", overflow="fold")
-    for name in (*(f"ms in {row.runtime}" for row in rows), "million parameters"):
-        table.add_column(name, justify="right")
+    numbers = (*(f"ms in {row.runtime}" for row in rows), "million parameters")
+    table = titled_table("One sample in float32 on this machine", ("model",), numbers, wrap=True)
     first = rows[0]
     times = [_short(1e3 * row.seconds_beside) for row in rows], [_short(1e3 * row.seconds) for row in rows]
     table.add_row(first.beside, *times[0], _short(first.entries_beside / 1e6))
@@ -169,11 +165,9 @@ def beside_table(rows: list[BesideRow]) -> Table:
 def running_table(rows: list[RunningRow]) -> Table:
     """Table of forms (rows) by speed, bytes and memory."""
     unit = rows[0].unit
-    table = Table(title="Speed and memory on this machine", title_justify="left", header_style="bold")
-    table.add_column("form")
-    prompts = any(row.prompt_speed is not None for row in rows)
-    for name in (unit, *(["prompt tokens/s"] if prompts else []), "MB of weights", "MB of memory"):
-        table.add_column(name, justify="right")
+    prompts = ["prompt tokens/s"] if any(row.prompt_speed is not None for row in rows) else []
+    numbers = (unit, *prompts, "MB of weights", "MB of memory")
+    table = titled_table("Speed and memory on this machine", ("form",), numbers, wrap=True)
     for row in rows:
         prompt = [] if row.prompt_speed is None else [_short(row.prompt_speed)]
         memory = "unknown" if row.peak_bytes is None else _short(row.peak_bytes / 1e6)

@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from iobs.core.files import expanded
 from iobs.core.formats import percent
 from iobs.models.huggingface import is_tokenizer_file
 from iobs.models.packed_files import PackedFile, files_with_codes
+from iobs.report.tables import titled_table
 
 _ROWS = 16  # groups of tensors in the table; those of fewer bytes are one row
 
@@ -104,10 +104,7 @@ def costs_of(path: str | Path) -> PackedCosts:
 
 def costs_table(costs: PackedCosts) -> Table:
     """Table of groups of tensors (rows) by entries, bits and bytes."""
-    table = Table(title="Bytes of the packed weights", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    table.add_column("tensors", overflow="fold")
-    for name in ("number", "entries", "bits each", "bytes"):
-        table.add_column(name, justify="right")
+    table = titled_table("Bytes of the packed weights", ("tensors",), ("number", "entries", "bits each", "bytes"))
     rest = costs.groups[_ROWS:]
     rows = [(group.name, group.tensors, group.weights, group.bytes) for group in costs.groups[:_ROWS]]
     if rest:

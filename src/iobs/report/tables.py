@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -10,6 +12,8 @@ from iobs.core.formats import best_name, duration, percent, score, significant, 
 from iobs.core.wording import plural
 from iobs.pruning.report import COUNTS, AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
+
+_NAME = 24  # least width of names of layers
 
 
 def summary_lines(report: Report) -> list[str]:
@@ -41,11 +45,7 @@ def _counted(report: Report) -> list[str]:
 
 def widths_table(report: StructuredReport) -> Table:
     """Table of the units of every site before and after."""
-    table = Table(title="Units", title_justify="left", header_style="bold", box=SIMPLE_HEAD)
-    table.add_column("layer", overflow="fold")
-    table.add_column("units", no_wrap=True)
-    for name in ("before", "after", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = titled_table("Units", ("layer", "units"), ("before", "after", "error"))
     for record in report.widths:
         table.add_row(record.name, record.kind, f"{record.before:,}", f"{record.after:,}", significant(record.error))
     return table
@@ -62,11 +62,9 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
         title += f" (the {limit} with the largest errors of {len(layers)})"
     as_asked = all(percent(layer.asked) == percent(layer.sparsity) for layer in layers)
     bits = {row.name: row.bits / row.weights for row in report.audit if row.bits is not None}
-    table = _table(title)
-    table.add_column("layer", overflow="fold", min_width=24)
     extra, stored = (() if as_asked else ("asked",)), (("bits a weight",) if bits else ())
-    for name in ("shape", *extra, "zeros", *stored, "error", "held-out", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("shape", *extra, "zeros", *stored, "error", "held-out", "seconds")
+    table = titled_table(title, ("layer",), numbers, least=_NAME)
     for layer in chosen:
         table.add_row(
             layer.name,
@@ -83,10 +81,8 @@ def layers_table(report: Report, limit: int | None = None) -> Table:
 
 def rounds_table(report: Report) -> Table:
     """Table of rounds: losses, mean layer error against the dense weights, time."""
-    table = _table("Rounds")
-    table.add_column("round", justify="right")
-    for name in ("zeros", f"{report.loss_name}, calibration", "held-out", "layer error", "seconds"):
-        table.add_column(name, justify="right")
+    loss = f"{report.loss_name}, calibration"
+    table = titled_table("Rounds", (), ("round", "zeros", loss, "held-out", "layer error", "seconds"), wrap=True)
     for record in report.rounds:
         best = record.index == report.best.index
         table.add_row(
@@ -106,10 +102,7 @@ def scores_table(scores: dict[str, dict[str, float]], title: str = "Scores", cou
     metrics = (
         score_names(scores) if not counts else list(dict.fromkeys(name for each in scores.values() for name in each))
     )
-    table = _table(title)
-    table.add_column("model")
-    for metric in metrics:
-        table.add_column(metric, justify="right")
+    table = titled_table(title, ("model",), metrics, wrap=True)
     for name, cells in score_cells(scores, metrics):
         table.add_row(name, *(Text(text, style="bold green" if best else "") for text, best in cells))
     return table
@@ -132,10 +125,8 @@ def score_cells(scores: dict[str, dict[str, float]], metrics: list[str]) -> list
 def audit_table(rows: list[AuditRow]) -> Table:
     """Table of the zeros in every matrix of an audited model, with the bits of matrices on grids."""
     on_grids = any(row.bits is not None for row in rows)
-    table = _table("Audit: zeros counted one by one")
-    table.add_column("layer", overflow="fold", min_width=24)
-    for name in ("shape", "weights", "zeros", "share", *(("bits a weight",) if on_grids else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("shape", "weights", "zeros", "share", *(("bits a weight",) if on_grids else ()))
+    table = titled_table("Audit: zeros counted one by one", ("layer",), numbers, least=_NAME)
     for row in rows:
         bits = "–" if row.bits is None else f"{row.bits / row.weights:.2f}"
         table.add_row(
@@ -198,8 +189,24 @@ def mean_error(record: RoundRecord) -> float | None:
     return sum(layer.error_dense for layer in record.layers) / len(record.layers)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def titled_table(
+    title: str, names: Sequence[str], numbers: Sequence[str], *, least: int | None = None, wrap: bool = False
+) -> Table:
+    """A table without rows: columns of names, of which long ones are folded, and then columns of numbers.
+
+    Args:
+        title: of the table.
+        names: headings of the columns of names.
+        numbers: headings of the columns of numbers.
+        least: least width of a column of names.
+        wrap: headings of numbers may have several lines.
+    """
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold", min_width=least)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=not wrap)
+    return table
 
 
 def _error(layer: LayerRecord) -> float:
