@@ -250,3 +250,30 @@ def test_what_no_bound_covers_is_refused(rng):
         iobs.certify(objective, 2, lower=-1.0)
     with pytest.raises(ProblemError, match="more than k = 1"):
         iobs.certify(objective, 1, fit=refit(objective, np.arange(9)))
+
+
+@pytest.mark.parametrize("family", ["squared", "poisson", "logistic", "multinomial", "cox"])
+def test_estimators_have_the_certificate_of_the_k_that_is_used(family, rng):
+    X = rng.standard_normal((90, 6))
+    margin = X[:, 0] - X[:, 2]
+    if family in ("squared", "poisson"):
+        y = rng.poisson(np.exp(margin))
+        estimator = iobs.SparseRegressor("bic", loss=family, max_k=4, certify=True)
+    elif family == "cox":
+        y = np.column_stack([rng.exponential(np.exp(-margin)), rng.random(90) < 0.8])
+        estimator = iobs.SparseCox(2, certify=30, gap=0.0)
+    else:
+        edges = [0.0] if family == "logistic" else [-0.5, 0.5]
+        y = np.digitize(margin + rng.standard_normal(90), edges)
+        estimator = iobs.SparseClassifier(2, ridge=0.01, certify=True)
+    found = estimator.fit(X, y)
+    assert found.certificate_.closed
+    assert {0, 2} <= set(found.support_.tolist())
+    assert found.certificate_.gap <= found.gap
+    assert found.path_[[entry["k"] for entry in found.path_].index(found.k_)]["loss"] == found.certificate_.upper
+    assert not hasattr(found.set_params(certify=False).fit(X, y), "certificate_")
+
+
+def test_estimators_refuse_proofs_about_groups(rng):
+    with pytest.raises(ProblemError, match="groups"):
+        iobs.SparseRegressor(1, groups=[0, 0, 1], certify=True).fit(rng.standard_normal((9, 3)), rng.random(9))

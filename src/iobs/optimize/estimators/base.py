@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypedDict
 
@@ -19,6 +19,8 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError, is_a, shown
+from iobs.optimize.bounds.branch_and_bound import certify
+from iobs.optimize.bounds.certificate import Certificate
 from iobs.optimize.estimators.plots import path_figure
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.base import Objective
@@ -45,6 +47,7 @@ from iobs.optimize.search.path import fit_path, information, standard_errors
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_PROOF_SECONDS = 60.0  # time limit of a proof for which none is given
 _CRITERIA = ("aic", "bic", "ebic")
 _BY_FOLDS = ("cv", "cv-1se")
 _STORAGE: dict[str, Any] = {"accept_sparse": ["csr", "csc"], "dtype": [np.float64, np.float32]}
@@ -141,6 +144,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
     upper: float | VectorLike | None = None
     cv: int | BaseCrossValidator = 5
     thorough: bool = True
+    certify: bool | float = False
+    gap: float = 1e-4
     random_state: int = 0
 
     _outputs: ClassVar[str] = "class"  # name of what a feature has several coefficients for
@@ -190,10 +195,36 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """
         data = self._observe(X, y, sample_weight, offset)
         with few_threads(data.X.shape[0] * data.X.shape[1]):
-            path = self._search(data, sample_groups)
+            path = self._proved(self._search(data, sample_groups))
             self._store(data, path)
         warn_of_separation(path.objective, path.fit, self._names())
         return self
+
+    def _proved(self, path: ChosenPath) -> ChosenPath:
+        """The path with a certificate for the k that is used, and with the better fit if the proof finds one.
+
+        Raises:
+            ProblemError: groups of features, a gap or time that is negative, or what `iobs.certify` refuses.
+        """
+        if hasattr(self, "certificate_"):
+            del self.certificate_  # of an earlier fit
+        if self.certify is False:
+            return path
+        if self.groups is not None:
+            raise ProblemError("certify proves nothing about groups of features; leave one of them out.")
+        lower, upper = (None, None) if path.bounds is None else (path.bounds.lower, path.bounds.upper)
+        self.certificate_: Certificate = certify(
+            path.objective,
+            path.sizes[path.best],
+            fit=path.fit,
+            gap=self.gap,
+            seconds=_PROOF_SECONDS if self.certify is True else self.certify,
+            lower=lower,
+            upper=upper,
+            seed=self.random_state,
+        )
+        fits = [self.certificate_.fit if number == path.best else fit for number, fit in enumerate(path.fits)]
+        return replace(path, fits=fits)
 
     def _observe(
         self, X: MatrixLike, y: npt.ArrayLike, sample_weight: VectorLike | None, offset: VectorLike | None

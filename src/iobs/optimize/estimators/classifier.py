@@ -38,6 +38,8 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         upper: see `SparseRegressor`; with two classes only.
         cv: as `SparseRegressor`, stratified.
         thorough: as `SparseRegressor`.
+        certify: as `SparseRegressor`.
+        gap: as `SparseRegressor`.
         random_state: as `SparseRegressor`.
 
     Attributes:
@@ -47,6 +49,7 @@ class SparseClassifier(ClassifierMixin, SparseEstimator):  # type: ignore[misc]
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        certificate_: the `Certificate` of the k that is used, if asked for.
         standard_errors_: as `coef_`, NaN outside the support; after selection, so too small.
     """
 

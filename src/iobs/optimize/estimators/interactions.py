@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ class WithProducts(SparseEstimator):
     groups: None = field(default=None, init=False)
     lower: None = field(default=None, init=False)
     upper: None = field(default=None, init=False)
+    certify: Literal[False] = field(default=False, init=False)
+    gap: float = field(default=0.0, init=False)
 
     _terms: ClassVar[str] = "terms"
 

@@ -43,6 +43,9 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
             standard error.
         cv: number of folds, or a splitter of scikit-learn, such as `RepeatedKFold`.
         thorough: run the best known method, not only a warm start, at the k that is used.
+        certify: prove how far the choice of features is from the best one of k features, for at most 60 seconds, or for
+            this many. A better choice that the proof finds is used. Not with groups.
+        gap: relative gap of the loss at which the proof ends.
         random_state: seed of every random choice.
 
     Attributes:
@@ -51,6 +54,7 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        certificate_: the `Certificate` of the k that is used, if asked for.
         standard_errors_: (d,), NaN outside the support; after selection, so too small.
         noise_: estimated standard deviation of the noise; square root of the dispersion of other families.
     """
@@ -104,6 +108,7 @@ class SparseMultiTaskRegressor(RegressorMixin, SparseEstimator):  # type: ignore
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        certificate_: the `Certificate` of the k that is used, if asked for.
         standard_errors_: (C, d), NaN outside the support; after selection, so too small.
         noise_: estimated standard deviation of the noise, the same for all responses.
     """

@@ -92,6 +92,8 @@ class SparseCox(SparseEstimator):
         upper: see `SparseRegressor`.
         cv: see `SparseRegressor`.
         thorough: see `SparseRegressor`.
+        certify: see `SparseRegressor`.
+        gap: see `SparseRegressor`.
         random_state: seed of every random choice.
 
     Attributes:
@@ -99,6 +101,7 @@ class SparseCox(SparseEstimator):
         support_: sorted indices of the features used.
         k_: the number of features, given or chosen.
         path_: a `PathEntry` for every k that was tried.
+        certificate_: the `Certificate` of the k that is used, if asked for.
         standard_errors_: (d,), NaN outside the support; after selection, so too small.
         baseline_times_: distinct times of events in the training data, ascending.
         baseline_hazard_: cumulative hazard of a sample of zeros at these times (Breslow); 0 or infinity where features
