@@ -16,9 +16,10 @@ Hessian of what is left is definite (module `tree`).
 
 Where H is too large to store, coordinates that cannot be in a better support are left out first (module `components`).
 
-These bounds are tight with many more samples than columns, and useless near n = d, where c fits all samples. A gap that
-they do not close early is bounded by tangents within a box (module `tangents`), for any convex quadratic. All
-comparisons allow for a rounding margin, which is reported.
+These bounds are quick, tight with many more samples than columns, and useless near n = d, where c fits all samples. What they
+do not close early is left to the perspective relaxation, which serves every convex f (module `convex`). It needs a
+ridge, bounds or a definite Hessian. Where a quadratic has none of these, tangents within a box bound it (module
+`tangents`). All comparisons allow for a rounding margin, which is reported.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from iobs.optimize.search import auto
 if TYPE_CHECKING:
     from iobs.core.quadratic import Quadratic
 
-_FIRST_SHARE = 0.1  # share of the time limit for branch and bound before tangents are tried
+_FIRST_SECONDS = 0.5  # time of this tree of quadratics before the perspective relaxation is tried
+_FIRST_SHARE = 0.1  # share of the time limit before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
 
 
@@ -68,9 +70,10 @@ def certify(
 ) -> Certificate:
     """Bound the best value over all supports of k coordinates.
 
-    Least squares without bounds has a search of its own. All other convex objectives, and bounds, are searched with the
-    perspective relaxation, which is the tighter the larger the ridge is and the narrower the bounds are. Without
-    either, bounds on the coefficients are derived from the data where there are more samples than columns.
+    A quadratic without bounds is first searched for half a second by a tree of its own. What that leaves, all other
+    convex objectives, and bounds are searched with the perspective relaxation. It is the tighter the larger the ridge
+    is and the narrower the bounds are. Without either, bounds on the coefficients are derived from the data where there
+    are more samples than columns.
 
     An interruption (Ctrl+C) ends the search and returns the gap so far.
 
@@ -84,7 +87,7 @@ def certify(
         max_nodes: largest number of nodes.
         lower: least value of every coefficient, at most 0; as `iobs.minimize`.
         upper: largest value of every coefficient, at least 0.
-        on_progress: called with a `ProofProgress` every half a second, except in the search of least squares.
+        on_progress: called with a `ProofProgress` every half a second by the search with the relaxation.
         seed: random seed of the search for a first support.
 
     Raises:
@@ -122,14 +125,37 @@ def certify(
     tree.begin()
     if tree.singular:
         tree.enumerate_all()
-    certificate = tree.run(_FIRST_SHARE)
+    certificate = tree.run(min(_FIRST_SHARE, _FIRST_SECONDS / max(seconds, 1e-9)))
     if certificate.closed or problem.size == 0 or not np.isfinite(certificate.lower):
         return certificate
     if not tree.singular and tree.enumerate_all():
         return tree.run(1.0)
+    relaxed = _certify_relaxed(problem, certificate, limits, on_progress)
+    if relaxed is not None:
+        return relaxed
+    certificate = tree.run(_FIRST_SHARE)
+    if certificate.closed:
+        return certificate
     lower, margin = _bound_in_boxes(tree.quadratic, certificate, begun + 0.9 * seconds)
     tree.raise_bound(lower, margin)
     return tree.run(1.0)
+
+
+def _certify_relaxed(
+    problem: Problem, known: Certificate, limits: ProofLimits, on_progress: Progress | None
+) -> Certificate | None:
+    """The certificate by the perspective relaxation; None where it does not apply: coefficients that nothing bounds."""
+    left = replace(limits, max_nodes=limits.max_nodes - known.nodes)
+    try:
+        found = certify_convex(problem, None, known.fit, left, on_progress)
+    except ProblemError:
+        return None
+    if found.lower - found.margin < known.lower - known.margin and not found.closed:
+        found = replace(known, fit=found.fit, upper=found.upper, reason=found.reason)
+    return summarised(
+        min(found.lower, found.upper), found.fit, problem.at_zero[0], limits, known.nodes + found.nodes, found.margin,
+        found.reason, complete=False,
+    )  # fmt: skip
 
 
 def _certify_screened(problem: Problem, fit: Fit, limits: ProofLimits) -> Certificate:

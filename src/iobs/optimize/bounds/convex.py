@@ -19,7 +19,7 @@ from iobs.optimize.bounds.reach import reached
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.cox import Cox
-from iobs.optimize.objectives.design import Booleans, Indices
+from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import DENSE_LIMIT, Problem
@@ -116,7 +116,10 @@ class FeatureProblem:
         ridge = getattr(objective, "ridge", np.zeros(objective.dimension))
         infinite = np.full(objective.dimension, np.inf)
         bounds = Bounds(-infinite, infinite) if self.bounds is None else self.bounds
-        convex = SparseConvex(searched(objective), self.owner, ridge, bounds.lower, bounds.upper)
+        form = searched(objective)
+        if isinstance(form, QuadraticObjective):
+            ridge = ridge + separable_part(form.matrix - np.diag(ridge))
+        convex = SparseConvex(form, self.owner, ridge, bounds.lower, bounds.upper)
         return reached(convex, self.size, self.candidates, fit.theta[everything], ceiling)
 
     def first_fit(self) -> Fit:
@@ -139,6 +142,23 @@ def searched(objective: Objective) -> DesignObjective | QuadraticObjective:
     assert isinstance(objective, LinearModel | Cox | Tabled)
     n, d = objective.design.shape
     return objective.restricted(everything) if n * d <= _COPIED else objective
+
+
+def separable_part(hessian: Array) -> Array:
+    """A diagonal D (d,) for which H - diag(D) is positive semi-definite; zero where H is not definite enough.
+
+    Any such D can be taken out of F and counted as ridge. Here D_jj is the same share of 1 / (H^-1)_jj for all j.
+    """
+    try:
+        factor = np.linalg.cholesky(hessian)
+    except np.linalg.LinAlgError:
+        return np.zeros(len(hessian))
+    if not (factor.diagonal() ** 2 > 1e-8 * hessian.diagonal()).all():
+        return np.zeros(len(hessian))
+    inverse = np.linalg.inv(hessian)
+    scaled = np.sqrt(inverse.diagonal())
+    widest = float(np.linalg.eigvalsh(0.5 * (inverse + inverse.T) / scaled / scaled[:, None])[-1])
+    return np.asarray((1 - 1e-6) / (widest * inverse.diagonal()), dtype=np.float64)
 
 
 class CertificateSearch(ConvexTree):
