@@ -57,39 +57,23 @@ def completed(words: Sequence[str]) -> Any:
     return typer.Option(autocompletion=complete(words))
 
 
-def existing_model(spec: str | None) -> str | None:
-    """Check MODEL before anything is imported."""
-    if spec is not None:
-        require_model(spec)
-    return spec
+def checked(require: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A callback that checks the value of an option before anything is imported, and expands "~" in a path."""
+
+    def check(value: Any) -> Any:
+        value = expanded(value) if isinstance(value, Path) else value
+        if value is not None:
+            require(value)
+        return value
+
+    return check
 
 
-def existing_data(specs: list[str] | None) -> list[str] | None:
-    """Check data sources before anything is imported."""
-    require_data(specs or [], CORPORA)
-    return specs
-
-
-def existing_recipe(name: str | None) -> str | None:
-    """Check the file of a recipe before anything is imported."""
-    if name is not None:
-        require_recipe(name)
-    return name
-
-
-def existing_table(file: Path) -> Path:
-    """Check a table before anything is imported."""
-    file = expanded(file)
-    require_table(file)
-    return file
-
-
-def written_directory(directory: Path) -> Path:
-    """Check the directory of a pruned model before anything is imported."""
-    directory = expanded(directory)
-    require_written(directory)
-    return directory
-
+existing_model = checked(require_model)
+existing_data = checked(lambda specs: require_data(specs, CORPORA))
+existing_recipe = checked(require_recipe)
+existing_table = checked(require_table)
+written_directory = checked(require_written)
 
 # An entry of a section of a docstring: a name, perhaps a metavar in brackets, and the text up to the next entry.
 _ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.+(?:\n      .+)*)", re.MULTILINE)

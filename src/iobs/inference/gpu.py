@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from iobs.inference.modules import buffers_after, without_gradient
+from iobs.inference.modules import CheckedState, without_gradient
 
 OFFSETS = "offsets"  # name of the form
 _NO_OFFSETS_BELOW = 0.4  # share of zeros; below it there is too little to gain
@@ -121,7 +121,7 @@ def dense(values: Tensor, offsets: Tensor, bases: Tensor, starts: Tensor, column
 _FEW = 4  # tokens; more are multiplied by the unpacked matrix
 
 
-class OffsetLinear(nn.Module):
+class OffsetLinear(CheckedState):
     """A linear layer whose weight is its non-zero entries with their columns, for inference on a CUDA device.
 
     An entry takes its own bits, eight or sixteen for its offset, and half a bit or one for the column of its group. Few
@@ -179,22 +179,14 @@ class OffsetLinear(nn.Module):
         parts = self.values, self.offsets, self.bases, self.starts, self.longest
         return without_gradient(lambda few: multiply(*parts, few, self.bias), inputs, self.trained)
 
-    def _load_from_state_dict(
-        self,
-        state: dict[str, Tensor],
-        prefix: str,
-        metadata: dict[str, object],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        problems: list[str],
-    ) -> None:
-        """Take a state dict; parts that the kernel would read beyond their ends are an error."""
-        new = buffers_after(self, state, prefix, metadata)
-        if new and not in_bounds(new["values"], new["offsets"], new["bases"], new["starts"], self.in_features):
-            problems.append(f"{prefix}weight: the column offsets are damaged; accelerate the dense model again.")
-            return
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+    def _problem(self, state: Mapping[str, Tensor], prefix: str, buffers: Mapping[str, Tensor] | None) -> str | None:
+        """Parts that the kernel would read beyond their ends."""
+        parts = ("values", "offsets", "bases", "starts")
+        if buffers is None or in_bounds(*(buffers[name] for name in parts), self.in_features):
+            return None
+        return "weight: the column offsets are damaged; accelerate the dense model again."
+
+    def _forget(self) -> None:
         self.longest = _longest(self.starts)
 
     def extra_repr(self) -> str:

@@ -78,6 +78,41 @@ def buffers_after(
     return buffers
 
 
+class CheckedState(nn.Module):
+    """A module whose buffers are checked before a state dict changes them, also where strict is False."""
+
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Tensor],
+        prefix: str,
+        metadata: dict[str, object],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        problems: list[str],
+    ) -> None:
+        """Take a state dict without a problem."""
+        problem = self._problem(state, prefix, buffers_after(self, state, prefix, metadata))
+        if problem is not None:
+            problems.append(f"{prefix}{problem}")
+            return
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
+        self._forget()
+
+    def _problem(self, state: Mapping[str, Tensor], prefix: str, buffers: Mapping[str, Tensor] | None) -> str | None:
+        """The problem of a state dict, which begins with a name inside the module, or None.
+
+        Args:
+            state: the state dict.
+            prefix: of the module's names in it.
+            buffers: as the module would have them; None for shapes that torch refuses itself.
+        """
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop what was made of the tensors before others were loaded."""
+
+
 class StoredSettings(TypedDict, total=False):
     """Keyword arguments of `StoredLinear` after the bias."""
 
@@ -86,7 +121,7 @@ class StoredSettings(TypedDict, total=False):
     most_tokens: int | None
 
 
-class StoredLayer(nn.Module):
+class StoredLayer(CheckedState):
     """A layer with a stored matrix, for inference on the CPU.
 
     Its state dict holds the stored tensors. `.to(dtype)` changes the bias and `weight.dtype`, never the stored matrix.
@@ -143,39 +178,19 @@ class StoredLayer(nn.Module):
             self.bias = nn.Parameter(fn(self.bias.data), requires_grad=False)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state: dict[str, Tensor],
-        prefix: str,
-        metadata: dict[str, object],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        problems: list[str],
-    ) -> None:
-        """Take a state dict of an accelerated model.
-
-        That of a dense one, and tensors that kernels would read beyond their ends, are errors, also where strict is
-        False.
-        """
+    def _problem(self, state: Mapping[str, Tensor], prefix: str, buffers: Mapping[str, Tensor] | None) -> str | None:
+        """A state dict of a dense model, or tensors that kernels would read beyond their ends."""
         if f"{prefix}weight" in state and not any(name.startswith(f"{prefix}stored_") for name in state):
-            problems.append(
-                f"{prefix}weight is that of a dense layer, and the layer here is a stored matrix of iobs.accelerate; "
-                "load the state dict into the dense model, and accelerate it afterwards."
+            return (
+                "weight is that of a dense layer, and the layer here is a stored matrix of iobs.accelerate; load the "
+                "state dict into the dense model, and accelerate it afterwards."
             )
-            return
-        loaded = buffers_after(self, state, prefix, metadata)
-        if loaded is not None:
-            try:
-                require_valid(self._matrix_of(loaded))
-            except ModelError as error:
-                problems.append(f"{prefix}matrix: {error}")
-                return
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, problems)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop what was made of the tensors before others were loaded."""
+        try:
+            if buffers is not None:
+                require_valid(self._matrix_of(buffers))
+        except ModelError as error:
+            return f"matrix: {error}"
+        return None
 
     def extra_repr(self) -> str:
         """Shape and format."""
