@@ -31,6 +31,7 @@ from scale_report import record
 
 import iobs
 from iobs.core.memory import resident
+from iobs.core.patterns import Unstructured
 from iobs.models.streamed import BlockWriter, StreamedModel, StreamedStore
 from iobs.models.weights import Entry, ShardWriter
 from iobs.pruning.calibration import replay as stream
@@ -42,6 +43,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.text import with_settings
 from iobs.pruning.reconstruction.fits import Fits
 from iobs.pruning.runtime.memory import MemoryWatch
+from iobs.pruning.workspace import Request
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,9 @@ def main() -> None:
         clock.timing(),
         StreamedStore.open(folder / "model", folder / "pruned", device=options.device) as store,
     ):
-        planned = store.plan(store.select(None, None, False), batches, recipe, 0.0)
+        pattern = Unstructured(0.5)
+        patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
+        planned = store.plan(Request(recipe, patterns, pattern, 0.0, 0, None), batches)
         kept = {} if not clock.on_gpu else {"allocated on the GPU": clock.used()}
         kept |= {"resident": resident(), f"planned for hidden states, {planned.streams}": planned.streams_bytes}
         print("before the run:", ", ".join(f"{size / 1e6:.0f} MB {name}" for name, size in kept.items()), flush=True)

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import iobs
+from iobs.core.patterns import as_pattern
 from iobs.models import ensure_torchvision
 from iobs.models.streamed import StreamedStore
+from iobs.pruning.recipe import Recipe
+from iobs.pruning.workspace import Request
 
 ensure_torchvision()
 
@@ -181,3 +184,10 @@ def prune_directory(
     """Prune a model directory into another one with one block in memory at a time, every layer to the same sparsity."""
     with StreamedStore.open(source, output, arithmetic=arithmetic) as store:
         return iobs.prune(store, data, pattern, iobs.Recipe(target="residual"), holdout=holdout, **options)
+
+
+def request_of(store, recipe=None, holdout=0.0, pattern=0.5):
+    """The request of a run that prunes all layers of a store to one pattern."""
+    pattern = as_pattern(pattern)
+    patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
+    return Request(recipe or Recipe(), patterns, pattern, holdout, 0, None)

@@ -26,7 +26,7 @@ def directory(tmp_path):
 def test_shapes_of_a_configuration_equal_those_of_the_files(directory, tmp_path):
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
     layers = store.select(None, None, False).layers
-    plan = store.plan(store.select(None, None, False), families.language_batches(), ONE_SHOT, 0.0)
+    plan = store.plan(families.request_of(store, ONE_SHOT), families.language_batches())
     (directory / "model.safetensors").unlink()
     found = shapes_of(directory)
     assert [layer.shape for layer in found.layers] == [layer.shape for layer in layers]
@@ -72,7 +72,7 @@ def test_directory_and_configuration_have_the_same_phases_and_streams(directory,
     recipe = ONE_SHOT.but(allocation="fisher", blocks=blocks)
     data = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64)}] * 3
     store = StreamedStore(StreamedModel.open(directory), tmp_path / "out")
-    plan = store.plan(store.select(None, None, False), data, recipe, 0.25)
+    plan = store.plan(families.request_of(store, recipe, 0.25), data)
     network = shapes_of(directory)
     machine = Machine("", 10**9, Rates(1e6, 1e6, 1e5))
     found = need(network, recipe, 12, 8, 4, machine, 0.25, store.arithmetic.itemsize)

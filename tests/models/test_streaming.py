@@ -215,7 +215,7 @@ def planned(folder, then):
     """Plan a run, and do something with the store and the plan before the run."""
     with StreamedStore.open(folder / "model", folder / "out") as store:
         data, recipe = families.language_batches(), iobs.Recipe(**OPTIONS)
-        then(store, store.plan(store.select(None, None, False), data, recipe, 0.0))
+        then(store, store.plan(families.request_of(store, recipe), data))
 
 
 def test_prune_directory_announces_its_plan_first(tmp_path):

@@ -143,7 +143,7 @@ def test_plan_names_the_place_of_streams(tmp_path):
     for place in ("auto", "memory"):
         store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / place, place)
         recipe = iobs.Recipe.preset("one-shot").but(target="residual", blocks=STEPS)
-        plans[place] = store.plan(store.select(None, None, False), data, recipe, 0.0)
+        plans[place] = store.plan(families.request_of(store, recipe), data)
     disk, memory = plans["auto"], plans["memory"]
     assert (disk.streams, memory.streams) == ("disk", "memory")
     assert disk.spilled_bytes == disk.streams_bytes == memory.streams_bytes
@@ -160,7 +160,7 @@ def test_plan_tells_the_peak_of_every_phase(tmp_path):
     data, found = families.language_batches(), {}
     for streams in ("memory", "disk"):
         store = StreamedStore(StreamedModel.open(tmp_path / "model"), tmp_path / streams, streams)
-        found[streams] = store.plan(store.select(None, None, False), data, iobs.Recipe(), 0.0, timed=False)
+        found[streams] = store.plan(families.request_of(store), data, timed=False)
     held, spilled = found["memory"], found["disk"]
     assert {"before the blocks", "Grams", "solves"} <= held.peaks.keys() == spilled.peaks.keys()
     assert max(held.peaks.values()) == held.peak_bytes

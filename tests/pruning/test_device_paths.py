@@ -163,20 +163,18 @@ def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
     for free, place in ((2**40, "device"), (0, "memory")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
         store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / place)
-        assert store.plan(store.select(None, None, False), data, recipe, 0.0).streams == place
+        assert store.plan(families.request_of(store, recipe), data).streams == place
 
 
 def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_ranks(gpu, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     data, recipe = families.language_batches(count=4), iobs.Recipe(target="residual")
     store = StreamedStore(StreamedModel.open(tmp_path / "model", device="cuda"), tmp_path / "out")
-    chosen = store.select(None, None, False)
-    plans = [store.plan(chosen, data, recipe, holdout) for holdout in (0.0, 0.25)]
+    plans = [store.plan(families.request_of(store, recipe, holdout), data) for holdout in (0.0, 0.25)]
     free = sum(plan.peak_bytes for plan in plans) // 2  # between both, with the streams on the device
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
     for holdout, place in ((0.0, "device"), (0.25, "memory")):
-        store._recipe = recipe
-        store.place(chosen, data, holdout)
+        store.place(families.request_of(store, recipe, holdout), data)
         assert store._storage.place == place
     where = plans[0], plans[0].model_bytes
     room = store._room(*where)

@@ -239,8 +239,7 @@ def prune_low_memory(
         console.warn(about)
     name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
     timed, within = options.within is None or dry_run, options.seconds
-    patterns = request.patterns
-    plan = store.plan(selection, batches, recipe, options.holdout, timed, within, patterns, options.pattern)
+    plan = store.plan(request, batches, timed, within)
     if (dry_run or output is None) and not current().first:
         return
     if dry_run or output is None:

@@ -564,7 +564,7 @@ class StreamedStore(BlockwiseStore):
         return self._audit_rows
 
     # ---- cost of a run
-    def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
+    def _sizes(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """The sizes of the files. One sample runs through one block of each class.
 
         Raises:
@@ -576,7 +576,7 @@ class StreamedStore(BlockwiseStore):
         blocks = [[entries[name] for name in self.streamed.names(block)] for block in self.streamed.blocks]
         outside = model_bytes - sum(entry.bytes for block in blocks for entry in block)
         on_cpu = self.device.type == "cpu"
-        reading, writing = self._conversion_bytes(selection.layers)
+        reading, writing = self._conversion_bytes(layers)
         return ModelSizes(
             weights=[sum(entry.bytes // entry.dtype.itemsize for entry in block) for block in blocks],
             model_bytes=model_bytes,

@@ -171,7 +171,7 @@ def prune(
                     request = replace(request, recipe=form)
                     store.require_possible(form)
                     every_callback.on_note(note)
-                store.place(selection, collected, holdout)  # of the form that runs
+                store.place(request, collected)  # of the form that runs
                 store.require_space(checkpoint)
                 affordable = with_affordable_epochs(request.recipe, selection.layers, collected, store.device)
                 request = replace(request, recipe=affordable)

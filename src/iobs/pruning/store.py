@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +116,8 @@ class Store(Residency):
             require_repeatable(self.model, batches[0])
             return multiplied_as_they_are(self.model, selection, batches[0])
 
-    def place(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
-        """Choose the place of hidden states: nothing to choose for a model in memory."""
+    def place(self, request: Any, batches: Sequence[Batch]) -> None:
+        """Choose the place of hidden states for a `Request`: nothing to choose for a model in memory."""
 
     def require_space(self, checkpoint: str | Path | None) -> None:
         """Check, before any work, that disk and memory have room for a run; `check` comes first.

@@ -8,7 +8,7 @@ from tensor_bytes import TensorBytes
 from iobs.models.directory import Directory
 from iobs.models.streamed import BlockWriter, StreamedModel, StreamedStore
 from iobs.pruning.blockwise import store as blockwise_store
-from iobs.pruning.cost.memory import peaks, plan
+from iobs.pruning.cost.memory import peaks
 from iobs.pruning.recipe import Recipe
 
 
@@ -25,12 +25,9 @@ def folder(tmp_path):
 def test_plan_foretells_the_bytes_of_conversions(arithmetic, folder, tmp_path, monkeypatch):
     streamed = StreamedModel.open(folder, arithmetic=arithmetic)
     block, directory, given = streamed.blocks[0], streamed.directory, []
-    monkeypatch.setattr(
-        blockwise_store, "plan", lambda sizes, *rest, **named: given.append(sizes) or plan(sizes, *rest, **named)
-    )
+    monkeypatch.setattr(blockwise_store, "peaks", lambda sizes, *rest: given.append(sizes) or peaks(sizes, *rest))
     store = StreamedStore(streamed, tmp_path / "out")
-    selection = store.select(None, None, False)
-    store.plan(selection, families.language_batches(), Recipe(), 0.0, timed=False)
+    store.plan(families.request_of(store), families.language_batches(), timed=False)
 
     stored, reading = Directory.stored, TensorBytes()
 
@@ -46,7 +43,7 @@ def test_plan_foretells_the_bytes_of_conversions(arithmetic, folder, tmp_path, m
     weights = sum(tensor.nbytes for tensor in tensors)
     assert 0.95 < (weights + given[0].reading) / reading.peak < 1.1
 
-    keys = {layer.key for layer in selection.layers if block.holds(layer.path)}
+    keys = {layer.key for layer in store.select(None, None, False).layers if block.holds(layer.path)}
     with BlockWriter(streamed, tmp_path, writes=False) as writer, TensorBytes().hold(*tensors) as writing:
         writer.block(block, keys)
     assert 0.95 < (weights + given[0].writing) / writing.peak < 1.1

@@ -16,6 +16,7 @@ from iobs.models.streamed import StreamedStore
 from iobs.pruning.layerwise import problem
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.runtime import ranks as distributed
+from iobs.pruning.workspace import Request
 
 
 class Dies(iobs.Callback):
@@ -119,7 +120,9 @@ def reconstruct(output, ranks):
     iobs.prune(model, data, 0.5, "one-shot", **options)
     with StreamedStore.open(source, f"{output}.streamed", arithmetic=torch.float64) as store:
         iobs.prune(store, data, 0.5, "one-shot", **options)
-        store.plan(store.select(None, None, False), data, iobs.Recipe(), 0.0)
+        pattern = iobs.Unstructured(0.5)
+        patterns = dict.fromkeys(store.select(None, None, False).layers, pattern)
+        store.plan(Request(iobs.Recipe(), patterns, pattern, 0.0, 0, None), data)
     return dict(model.named_parameters())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -212,13 +213,13 @@ class OffloadedStore(BlockwiseStore):
         Raises:
             ProblemError, CalibrationError, ModelError, OutputError: as a run would.
         """
-        recipe, holdout, patterns = request.recipe, request.holdout, request.patterns
-        self.require_possible(recipe)
+        self.require_possible(request.recipe)
         with self.prepared(), evaluating(self.model):
-            selection = self.check(batches, Selection(tuple(patterns), {}), holdout)
-            return self.plan(selection, batches, recipe, holdout, timed, within, patterns, request.pattern)
+            layers = self.check(batches, Selection(tuple(request.patterns), {}), request.holdout).layers
+            request = replace(request, patterns={layer: request.patterns[layer] for layer in layers})
+            return self.plan(request, batches, timed, within)
 
-    def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
+    def _sizes(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """The sizes of the model and of the hidden states that `check` has found."""
         first = self._hidden[0]
         width = first.shape[1] if first.ndim == 4 else first.shape[-1]
@@ -227,7 +228,7 @@ class OffloadedStore(BlockwiseStore):
             weights=[sum(tensor.numel() for tensor in self._memory.visitors(block)) for block in self._blocks],
             model_bytes=sum(value.nbytes for value in values.values()),
             dtype=first.dtype,
-            copied_bytes=sum(values[name].nbytes for name in {layer.key for layer in selection.layers}),
+            copied_bytes=sum(values[name].nbytes for name in {layer.key for layer in layers}),
             positions=[hidden.numel() // width for hidden in self._hidden],
             width=width,
         )

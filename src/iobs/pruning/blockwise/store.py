@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -18,17 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.memory import available
-from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.cost.affordable import form_of, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
-from iobs.pruning.cost.memory import Plan, Sizes, plan, token_count
+from iobs.pruning.cost.memory import (
+    GramSizes,
+    Plan,
+    Sizes,
+    checkpoint_bytes,
+    peaks,
+    present_bytes,
+    streams_bytes,
+    token_count,
+)
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
-from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import free_on, left
 from iobs.pruning.runtime.ranks import current
@@ -122,7 +129,7 @@ class BlockwiseStore(Store, ABC):
         """Keep the values that the changed parameters of a block have on the device."""
 
     @abstractmethod
-    def _sizes(self, selection: Selection, batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
+    def _sizes(self, layers: Sequence[Layer], batches: Sequence[Batch], recipe: Recipe) -> ModelSizes:
         """Measure the model.
 
         Raises:
@@ -158,13 +165,13 @@ class BlockwiseStore(Store, ABC):
         """True if the recipe needs the dense block beside the pruned one."""
         return self._recipe.target != "layer" or self._recipe.blocks is not None
 
-    def place(self, selection: Selection, batches: Sequence[Batch], holdout: float) -> None:
+    def place(self, request: Request, batches: Sequence[Batch]) -> None:
         """Predict the memory of the run, and choose the place of its hidden states.
 
         Raises:
             ProblemError, OutputError: they have no room; see `storage.choose_place`.
         """
-        self._plan = self.plan(selection, batches, self._recipe, holdout, timed=False)
+        self._plan = self.plan(request, batches, timed=False)
         self._storage.place = cast(Place, self._plan.streams)
 
     @contextmanager
@@ -256,81 +263,73 @@ class BlockwiseStore(Store, ABC):
         return {}
 
     # ---- cost of a run
-    def plan(
-        self,
-        selection: Selection,
-        batches: Sequence[Batch],
-        recipe: Recipe,
-        holdout: float,
-        timed: bool = True,
-        within: float | None = None,
-        patterns: Mapping[Layer, Pattern] | None = None,
-        pattern: Pattern = Unstructured(0.5),  # noqa: B008 - frozen
-    ) -> Plan:
+    def plan(self, request: Request, batches: Sequence[Batch], timed: bool = True, within: float | None = None) -> Plan:
         """Predict memory, time and disk space of a run.
 
         Args:
-            selection: the layers to prune.
+            request: how to prune.
             batches: calibration data.
-            recipe: how to prune.
-            holdout: share of the samples that is held out.
             timed: False measures no speeds and predicts no time.
             within: seconds that the run may take: the plan is that of the form of the recipe that ends in time.
-            patterns: of the layers; None: `pattern`.
-            pattern: of the run.
 
         Raises:
             ModelError: the blocks cannot be run one by one.
             ProblemError, OutputError: the hidden states have no room; see `storage.choose_place`.
         """
+        recipe, pattern, layers = request.recipe, request.pattern, tuple(request.patterns)
         foresight, form = None, ""
         if timed:
-            of_layers = {layer: (patterns or {}).get(layer, pattern) for layer in selection.layers}
-            foresight = Foresight.of(self, Request(recipe, of_layers, pattern, holdout, 0, None), batches)
+            foresight = Foresight.of(self, request, batches)
             if within is not None:
                 number, form = foresight.within(within)
                 recipe = form_of(recipe, pattern, number)
-        recipe = with_affordable_epochs(recipe, selection.layers, batches, self.device)
-        sizes = self._sizes(selection, batches, recipe)
+        recipe = with_affordable_epochs(recipe, layers, batches, self.device)
+        model = self._sizes(layers, batches, recipe)
         config = getattr(self.model, "config", None)
         vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
         names = {name for name, _ in self.model.named_parameters()}
         counts = [*map(token_count, batches)]
-        tokens = counts if sizes.positions is None else sizes.positions
+        tokens = counts if model.positions is None else model.positions
         steps = tokens
         if recipe.blocks is not None:
             share = sum(tokens) / sum(counts)  # an image has the positions of its hidden state
             step_batches = in_steps(self.model, Samples.of(batches), recipe.blocks).batches
             steps = [round(share * token_count(batch)) for batch in step_batches]
-        on_cpu = self.device.type == "cpu"
-        predicted = plan(
-            Sizes(
-                selection.layers,
-                block=max(sizes.weights),
-                itemsize=sizes.dtype.itemsize,
-                tokens=0,  # `plan` counts them
-                step_tokens=0,
-                vocabulary=vocabulary,
-                biased=any(f"{layer.path}.bias" in names for layer in selection.layers),
-                score=sizes.score,
-                hidden=hidden if sizes.width is None else sizes.width,
-                blocks=len(sizes.weights),
-                reading=sizes.reading,
-                writing=sizes.writing,
-            ),
-            recipe,
-            holdout,
-            self.device,
-            tokens=tokens,
-            steps=steps,
-            samples=sum(map(size, batches)),
-            outside_bytes=sizes.outside_bytes,
-            model_bytes=sizes.model_bytes,
-            parked=on_cpu and self.streams in ("auto", "disk"),
-            pattern=pattern,
+        sizes = Sizes(
+            layers,
+            block=max(model.weights),
+            itemsize=model.dtype.itemsize,
+            tokens=max(tokens),
+            step_tokens=max(steps),
+            vocabulary=vocabulary,
+            biased=any(f"{layer.path}.bias" in names for layer in layers),
+            score=model.score,
+            hidden=hidden if model.width is None else model.width,
+            blocks=len(model.weights),
+            reading=model.reading,
+            writing=model.writing,
         )
-        predicted = replace(predicted, copied_bytes=sizes.copied_bytes, form=form)
-        room = self._room(predicted, sizes.written_bytes)
+        on_cpu, holdout, present = self.device.type == "cpu", request.holdout, present_bytes(self.device)
+        parked = on_cpu and self.streams in ("auto", "disk")  # finished Grams of wide layers, in mapped files
+        phases = {"before the blocks": present}
+        for phase, taken in peaks(sizes, recipe, holdout > 0, parked, pattern).items():
+            phases[phase] = present - model.outside_bytes + taken
+        grams, shapes = GramSizes.of(sizes, recipe, holdout > 0, parked), {layer.shape: layer for layer in layers}
+        weights = sum(layer.weights for layer in layers)
+        predicted = Plan(
+            peak_bytes=max(phases.values()),
+            seconds=0.0,
+            model_bytes=model.model_bytes,
+            spilled_bytes=0,
+            layers=len(layers),
+            streams_bytes=streams_bytes(sizes, recipe, holdout, tokens, steps, sum(map(size, batches)), pattern),
+            grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
+            checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
+            copied_bytes=model.copied_bytes,
+            peaks=phases,
+            form=form,
+        )
+        room = self._room(predicted, model.written_bytes)
         predicted = predicted.placed(choose_place(self.streams, on_cpu, predicted.streams_bytes, room), self.device)
         return predicted if foresight is None else predicted.timed(foresight.forecast(recipe))
 

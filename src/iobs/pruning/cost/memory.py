@@ -367,61 +367,6 @@ def streams_bytes(
     return max(held.streams * hidden + held.masters * sum(layer.weights for layer in sizes.layers), priced)
 
 
-def plan(
-    sizes: Sizes,
-    recipe: Recipe,
-    holdout: float,
-    device: torch.device,
-    *,
-    tokens: Sequence[int],
-    steps: Sequence[int],
-    samples: int,
-    outside_bytes: int,
-    model_bytes: int,
-    parked: bool,
-    pattern: Pattern,
-) -> Plan:
-    """Predict the memory of block-by-block pruning.
-
-    Call it after the modules outside the blocks (embeddings, head) have been loaded.
-
-    Args:
-        sizes: of the model; its tokens are those of `tokens` and `steps`.
-        recipe: how to prune.
-        holdout: share of the samples that is held out.
-        device: of the computations.
-        tokens: number of positions of the hidden state, by batch.
-        steps: the same by batch of one gradient step; without a reconstruction those of `tokens`.
-        samples: number of samples.
-        outside_bytes: size of the weights that are dropped before the first block is loaded.
-        model_bytes: size of the weights of the whole model.
-        parked: finished Grams of wide layers are in mapped files.
-        pattern: of the run.
-    """
-    present = present_bytes(device)
-    sizes = replace(sizes, tokens=max(tokens), step_tokens=max(steps))
-    streams = streams_bytes(sizes, recipe, holdout, tokens, steps, samples, pattern)
-    grams = GramSizes.of(sizes, recipe, holdout > 0, parked)
-    shapes = {layer.shape: layer for layer in sizes.layers}
-    phases = {
-        phase: present - outside_bytes + size
-        for phase, size in peaks(sizes, recipe, holdout > 0, parked, pattern).items()
-    }
-    phases = {"before the blocks": present, **phases}
-    weights = sum(layer.weights for layer in sizes.layers)
-    return Plan(
-        peak_bytes=max(phases.values()),
-        seconds=0.0,
-        model_bytes=model_bytes,
-        spilled_bytes=0,
-        layers=len(sizes.layers),
-        streams_bytes=streams,
-        grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
-        checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
-        peaks=phases,
-    )
-
-
 def present_bytes(device: torch.device) -> int:
     """Bytes that a process takes before a run, with the code that a run loads."""
     return resident() + _CODE if device.type == "cpu" else torch.cuda.memory_allocated(device)
