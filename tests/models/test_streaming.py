@@ -360,7 +360,7 @@ def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
         patch.setattr(memory, "left", lambda device: 10**6)
-        patch.setattr("iobs.core.memory.available", lambda: 100)
+        patch.setattr("iobs.cli.by_blocks.available", lambda: 100)
         warned = " ".join(run("--dry-run").stderr.split())
         assert "MB left" in warned
         assert "is predicted to take" in warned
