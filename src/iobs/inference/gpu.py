@@ -181,8 +181,10 @@ class OffsetLinear(CheckedState):
 
     def _problem(self, state: Mapping[str, Tensor], prefix: str, buffers: Mapping[str, Tensor] | None) -> str | None:
         """Parts that the kernel would read beyond their ends."""
-        parts = ("values", "offsets", "bases", "starts")
-        if buffers is None or in_bounds(*(buffers[name] for name in parts), self.in_features):
+        if buffers is None:
+            return None
+        values, offsets, bases, starts = (buffers[name] for name in ("values", "offsets", "bases", "starts"))
+        if in_bounds(values, offsets, bases, starts, self.in_features):
             return None
         return "weight: the column offsets are damaged; accelerate the dense model again."
 
