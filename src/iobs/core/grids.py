@@ -7,6 +7,8 @@ weights alone: files need no further tensors.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -123,25 +125,50 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     scales = torch.ones(len(table), device=weight.device)
     remaining = table.any(1).nonzero()[:, 0]
     halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
-    for level in range(grid.levels, 0, -1):
-        for half in halves:
-            for shift in _shifts(half, weight.dtype):
-                if not len(remaining):
-                    break
-                values = table[remaining]
-                wide = torch.promote_types(values.dtype, torch.float32)
-                scale = _shifted((values.abs().amax(1, keepdim=True).to(wide) / level).to(half), shift).to(wide)
-                quotients = (values.to(wide) / scale).round_()
-                exact = ((quotients * scale).to(values.dtype) == values).all(1)
-                exact &= quotients.abs().amax(1) <= grid.levels
-                done = remaining[exact]
-                codes[done], scales[done] = quotients[exact].to(torch.int8), scale[exact, 0].float()
-                remaining = remaining[~exact]
+    ways = [(half, shift) for half in halves for shift in _shifts(half, weight.dtype)]
+    # Most matrices that are asked about are on no grid: their first group shows it for all levels at once.
+    levels = torch.arange(grid.levels, 0, -1, device=weight.device)[:, None]
+    if len(remaining) and not any(bool(_divided(table[remaining[:1]], levels, *way, grid)[2].any()) for way in ways):
+        raise _off_grid(int(remaining[0]), grid, columns)
+    for level, (half, shift) in itertools.product(range(grid.levels, 0, -1), ways):
+        if not len(remaining):
+            break
+        quotients, scale, exact = _divided(table[remaining], level, half, shift, grid)
+        done = remaining[exact]
+        codes[done], scales[done] = quotients[exact].to(torch.int8), scale[exact, 0].float()
+        remaining = remaining[~exact]
     if len(remaining):
-        row, group = divmod(int(remaining[0]), groups)
-        first, last = group * grid.group, min((group + 1) * grid.group, columns) - 1
-        raise PatternError(f"The weights of row {row}, columns {first} to {last}, are not on the grid {grid}.")
+        raise _off_grid(int(remaining[0]), grid, columns)
     return codes.reshape(rows, -1)[:, :columns].contiguous(), scales.reshape(rows, groups)
+
+
+def _divided(
+    values: Tensor, level: Tensor | int, half: torch.dtype, shift: int, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups of values over the scale that gives the largest of them a level.
+
+    Args:
+        values: (groups, width).
+        level: of the largest value; or (levels, 1), for one group.
+        half: 16-bit dtype of the scale.
+        shift: steps from the scale to another number of this dtype.
+        grid: the grid.
+
+    Returns:
+        Rounded quotients, (groups, width); scales, (groups, 1); and True where the group is on the grid, (groups,).
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    scale = _shifted((values.abs().amax(1, keepdim=True).to(wide) / level).to(half), shift).to(wide)
+    quotients = (values.to(wide) / scale).round_()
+    exact = ((quotients * scale).to(values.dtype) == values).all(1)
+    return quotients, scale, exact & (quotients.abs().amax(1) <= grid.levels)
+
+
+def _off_grid(place: int, grid: Grid, columns: int) -> PatternError:
+    """The error for the group at a place, counted along the rows of a matrix of some columns."""
+    row, group = divmod(place, grid.scales(columns))
+    first, last = group * grid.group, min((group + 1) * grid.group, columns) - 1
+    return PatternError(f"The weights of row {row}, columns {first} to {last}, are not on the grid {grid}.")
 
 
 def _narrowed(weight: Tensor) -> Tensor:
