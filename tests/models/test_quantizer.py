@@ -95,7 +95,8 @@ def test_a_killed_write_leaves_nothing(llama, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("first", ["iobs", "transformers.quantizers.auto"])
+# The processes of all other tests load iobs first.
+@pytest.mark.parametrize("first", [pytest.param("iobs", marks=pytest.mark.slow), "transformers.quantizers.auto"])
 def test_the_quantiser_is_registered_in_either_order(first):
     code = f"""
 import sys, {first}, iobs

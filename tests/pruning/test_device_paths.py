@@ -157,6 +157,7 @@ def test_float16_from_files_on_a_gpu_takes_its_steps_in_float16(gpu, tmp_path, m
     assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / "out" / "model.safetensors").values())
 
 
+@pytest.mark.slow
 def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     data, recipe = families.language_batches(count=4), iobs.Recipe.preset("one-shot")
@@ -166,6 +167,7 @@ def test_streams_stay_on_a_gpu_with_room(gpu, tmp_path, monkeypatch):
         assert store.plan(families.request_of(store, recipe), data).streams == place
 
 
+@pytest.mark.slow
 def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_ranks(gpu, tmp_path, monkeypatch):
     families.saved("llama", tmp_path / "model")
     data, recipe = families.language_batches(count=4), iobs.Recipe(target="residual")

@@ -292,6 +292,7 @@ def batches():
 """
 
 
+@pytest.mark.slow
 def test_command_line_keeps_a_model_that_does_not_fit_in_main_memory(gpu, tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(NETWORK)

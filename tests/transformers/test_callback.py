@@ -28,9 +28,9 @@ def trained(model, before):
     "options",
     [
         {},
-        {"gradient_accumulation_steps": 3},
         {"bf16": True},
-        {"optim": "adafactor"},
+        pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.slow),
+        pytest.param({"optim": "adafactor"}, marks=pytest.mark.slow),
         pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param({"torch_compile": False, "max_grad_norm": 1e-3}, marks=pytest.mark.slow),

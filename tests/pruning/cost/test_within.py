@@ -286,6 +286,7 @@ def test_runs_whose_time_is_not_foretold_are_refused(network, monkeypatch, patte
         iobs.prune(model, data, pattern, "one-shot", within=10, **changes)
 
 
+@pytest.mark.slow
 def test_the_command_line_and_its_dry_run_take_a_time(tmp_path, foretold):
     foretold(100.0, 10.0)
     few = ["--samples", "8", "--seq-len", "32", "--recipe", "best", "--within", "20s"]
