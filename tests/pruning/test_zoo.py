@@ -56,7 +56,10 @@ def groups_of(layer, model, pattern):
 GATE = {"resnet20": "2:4", "mlpnet": "unstructured"}
 CASES = [
     pytest.param(
-        name, pattern, id=f"{name}-{pattern}", marks=() if str(pattern).startswith(GATE.get(name, "none")) else pytest.mark.slow
+        name,
+        pattern,
+        id=f"{name}-{pattern}",
+        marks=() if str(pattern).startswith(GATE.get(name, "-")) else [pytest.mark.slow],
     )
     for name in NETWORKS
     for pattern in (iobs.Unstructured(0.5), iobs.NM(2, 4), iobs.NM(4, 8))
