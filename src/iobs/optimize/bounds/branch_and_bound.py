@@ -16,9 +16,9 @@ Hessian of what is left is definite (module `tree`).
 
 Where H is too large to store, coordinates that cannot be in a better support are left out first (module `components`).
 
-These bounds are quick, tight with many more samples than columns, and useless near n = d, where c fits all samples. What they
-do not close early is left to the perspective relaxation, which serves every convex f (module `convex`). It needs a
-ridge, bounds or a definite Hessian. Where a quadratic has none of these, tangents within a box bound it (module
+These bounds are quick, tight with many more samples than columns, and useless near n = d, where c fits all samples.
+What they do not close early is left to the perspective relaxation, which serves every convex f (module `convex`). It
+needs a ridge, bounds or a definite Hessian. Where a quadratic has none of these, tangents within a box bound it (module
 `tangents`). All comparisons allow for a rounding margin, which is reported.
 """
 
