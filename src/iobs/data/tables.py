@@ -1,4 +1,7 @@
-"""Tables on disk as a design matrix with named columns and a target."""
+"""Tables on disk as a design matrix with named columns and a target.
+
+Files are CSV, read by pandas where it is installed, Parquet, or .npz.
+"""
 
 from __future__ import annotations
 
@@ -187,6 +190,7 @@ def _without(file: Path, absent: list[str], names: list[str]) -> str:
     return f"{file} has no column {what}; it has: {listed(names, 12)}.{hint}"
 
 
+# ---- the columns of a file
 def read_columns(file: Path, text: Sequence[str] = (), named: Sequence[str] | None = None) -> dict[str, Column]:
     """The columns of a table: float64 (missing: NaN), bool, or text (missing: None).
 

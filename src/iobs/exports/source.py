@@ -243,6 +243,7 @@ def needed(package: str, target: str) -> ModuleType:
         ) from error
 
 
+# ---- weight matrices as whole numbers times scales, in groups of columns; a zero weight always has the code 0
 @dataclass(frozen=True)
 class Codes:
     """A matrix of whole numbers times scales.
@@ -341,6 +342,7 @@ def in_pairs(codes: Tensor) -> npt.NDArray[np.uint8]:
     return values[::2] | (values[1::2] << np.uint8(4))
 
 
+# ---- language models of llama's form: what several targets require of them, and the widths of the layers
 @dataclass(frozen=True)
 class LayerWidths:
     """The widths of one layer, as its weights have them; the configuration may have other ones.

@@ -1,4 +1,10 @@
-"""The graph of a model: one forward pass with tensors in and tensors out, and an example of its inputs."""
+"""ONNX: graphs that ONNX Runtime and many other runtimes run.
+
+Matrices of 8 or 4 bits are integers behind a `DequantizeLinear` with scales and no zero point, so that a zero stays a
+zero. Activations stay floating point numbers. Blocks of columns with a scale each need opset 21.
+
+Operator: https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +42,7 @@ _OPSET = 21
 _LARGE = 1_500_000_000  # bytes from which the weights lie in a file of their own: a graph holds 2 GB at most
 
 
+# ---- the graph: one forward pass with tensors in and tensors out, and an example of its inputs
 @dataclass(frozen=True)
 class Inputs:
     """Inputs of a graph.
@@ -132,6 +139,7 @@ def single(module: nn.Module) -> nn.Module:
     return module if wide and all(tensor.is_cpu for tensor in tensors) else copy.deepcopy(module).cpu().float()
 
 
+# ---- the file
 def write_onnx(source: ExportSource, directory: Path) -> list[Written]:
     """Write model.onnx, and the tokenizer and configuration of a model of transformers.
 

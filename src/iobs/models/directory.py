@@ -1,4 +1,8 @@
-"""Tensors of a model directory: read one at a time under the names of its module, written under those of its files."""
+"""Tensors of a model directory: read one at a time under the names of its module, written under those of its files.
+
+Hub files of mixtures hold one tensor per expert, of which the module makes one; others have older names. They are
+converted to those of the module and back by the rules of transformers.
+"""
 
 from __future__ import annotations
 
@@ -222,6 +226,7 @@ def _reading(file: Path) -> Iterator[None]:
         ) from error
 
 
+# ---- conversion of the tensors in the files to those of the module and back
 @dataclass(frozen=True)
 class ConversionRule:
     """One conversion of transformers for given tensors.

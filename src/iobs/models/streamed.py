@@ -1,4 +1,7 @@
-"""Streamed model: a module whose blocks are read from the files of a directory and written to others, one at a time."""
+"""A model directory that is pruned with one block in memory at a time.
+
+The source's files are read tensor by tensor, and the output's files are written block by block.
+"""
 
 from __future__ import annotations
 

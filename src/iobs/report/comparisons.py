@@ -27,6 +27,7 @@ _KINDS = {
 }
 
 
+# ---- methods over sparsities
 @dataclass(frozen=True)
 class MethodTrial:
     """Result of one method at one pattern: metric, score, and seconds."""
@@ -93,6 +94,7 @@ def trials_figure(trials: list[MethodTrial], dense: float | None) -> Figure:
     return figure
 
 
+# ---- forms of a model that run
 @dataclass(frozen=True)
 class RunningRow:
     """One form of a model, measured.

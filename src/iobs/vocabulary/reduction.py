@@ -429,6 +429,7 @@ def _writing_both(model: LoadedModel, rows: Tensor) -> Callable[[LoadedModel, Pa
     return write
 
 
+# ---- the tokens that stay: those that a corpus uses most, counted with the tokens that they spell
 def choose(spelling: Spelling, counts: Mapping[str, int], fixed: Collection[str], keep: int) -> set[str]:
     """Choose the tokens of a vocabulary that stay.
 

@@ -58,6 +58,7 @@ class ShorterRecipe:
     words: str
 
 
+# ---- a given time: fewer gradient steps, then no steps, then no division of the sparsity
 def as_seconds(within: object) -> float:
     """A time in seconds, from a number of seconds or text such as "30min", "90 s" or "1h 30min".
 
@@ -203,6 +204,7 @@ def _shown(seconds: float) -> str:
     return in_words(seconds) if seconds >= 1 else f"{seconds:.1f} s"
 
 
+# ---- gradient steps and epochs that the multiply-adds of the layers afford
 @dataclass
 class ObservedInput:
     """Input of a module with layers.

@@ -1,4 +1,7 @@
-"""Models that a run can prune; all others are refused in one sentence before any work."""
+"""Selection of the layers to prune, by name and by kind, and the census of what was and was not selected.
+
+Models that a run cannot prune are refused in one sentence before any work.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ _SUPPORTED = (
 )
 
 
+# ---- models that a run can prune
 def require_usable(model: object, *, in_memory: bool = True, removes_units: bool = False) -> None:
     """Raise unless iobs can read, run and write the weights of a model.
 
@@ -150,6 +154,7 @@ def require_unstored(
         )
 
 
+# ---- the layers of a model
 @dataclass(frozen=True)
 class Selection:
     """The layers to prune, and for every other weight matrix the reason why it stays dense."""

@@ -1,4 +1,10 @@
-"""Fields of a configuration that count the units of a site: by their usual names first, then by their values."""
+"""Widths that the configuration of a model can express, so that a narrower model is saved and loaded like any other.
+
+A Hugging Face model is built from its configuration. Its class loads a narrower network only if some values of the
+configuration give exactly the narrower shapes. `proposals` gives the fields that may count the units of a site, by
+their usual names first, then by their values. A few trials say whether they do: the class is built without data from a
+changed configuration, and its shapes are compared with those of a removal.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +36,7 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of stored parameters and buffe
 _MOST_TRIALS = 16  # numbers of units of one site with which a class is built, if it cannot be built with all of them
 
 
+# ---- fields of a configuration
 @dataclass(frozen=True)
 class Field:
     """A field of a configuration that follows a number of units.
@@ -162,6 +169,7 @@ def _counts_heads(name: str) -> bool:
     return ("head" in name and not name.endswith(("dim", "size"))) or name in ("num_kv_groups", "multi_query_group_num")
 
 
+# ---- widths
 def is_configured(model: nn.Module) -> bool:
     """True if a model is built from a configuration, as those of transformers are."""
     return callable(getattr(model, "save_pretrained", None)) and hasattr(getattr(model, "config", None), "to_dict")

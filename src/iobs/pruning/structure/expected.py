@@ -1,4 +1,8 @@
-"""The line of code that gives a tensor a size which removed units would change, such as `x.view(-1, 256)`."""
+"""The check of a removal: a narrower network gives what the wide one gives whose columns of removed units are zero.
+
+Before a run `verify` removes units of single sites from copies of the modules around them. `require_narrower` removes
+units of all sites, if batches differ in the layers that they call. After a run `Expected` checks the network itself.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +44,6 @@ _PIECE = 2**22  # outputs that are compared at once, in float64
 _LARGEST_GAP = 0.05  # difference of outputs, relative to the largest output, that rounding may explain
 _TOLERANCE = 1e-4  # difference of outputs of a site in float32, relative to the largest output
 _MOST_TRIES = 64  # combinations of attributes of one site
-
-
-def _whole_numbers(values: Any) -> Iterator[int]:
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, tuple | list):
-        for value in values:
-            yield from _whole_numbers(value)
-    elif type(values) is int:
-        yield values
-
-
-def _line_of_code() -> str:
-    """Place and text of the innermost line that runs and is no line of torch or iobs; "" without one."""
-    for frame in reversed(traceback.extract_stack()):
-        file = Path(frame.filename)
-        if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
-            text = f": {frame.line}" if frame.line else ""
-            return f"{file.name}, line {frame.lineno}{text}"
-    return ""
 
 
 def can_copy(model: nn.Module) -> bool:
@@ -484,3 +468,24 @@ def _combinations(candidates: tuple[list[Attribute], list[Attribute]]) -> Iterat
         for some_others in combinations(others, size)
     )
     yield from islice(subsets, _MOST_TRIES)
+
+
+# ---- the line of code that gives a tensor a size which removed units would change, such as `x.view(-1, 256)`
+def _whole_numbers(values: Any) -> Iterator[int]:
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from _whole_numbers(value)
+    elif type(values) is int:
+        yield values
+
+
+def _line_of_code() -> str:
+    """Place and text of the innermost line that runs and is no line of torch or iobs; "" without one."""
+    for frame in reversed(traceback.extract_stack()):
+        file = Path(frame.filename)
+        if not any(file.is_relative_to(folder) for folder in _LIBRARIES):
+            text = f": {frame.line}" if frame.line else ""
+            return f"{file.name}, line {frame.lineno}{text}"
+    return ""

@@ -1,4 +1,4 @@
-"""Units of one layer's columns: which columns depend on which rows of the layers before.
+"""Sites of a network: units that can be removed, found by traced forward passes and gradients between layers.
 
 A backward pass from some columns of a layer's input reaches exactly the rows that they depend on. Columns are tested in
 groups: two backward passes for each bit of the unit's number, one for each value of the bit. They tell which unit each
@@ -28,6 +28,7 @@ UNTOUCHED, SHARED = -1, -2  # labels of entries that no column, or columns of se
 _UNSEEN = "noise in place of a few samples does not reach it; more calibration data may"
 
 
+# ---- units of one layer's columns: which columns depend on which rows of the layers before
 @dataclass(frozen=True)
 class Columns:
     """Units of the columns of one layer.
@@ -199,6 +200,7 @@ def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:
     return mask.movedim(source.channels[call], 0).reshape(mask.shape[source.channels[call]], -1).any(1)
 
 
+# ---- sites: units of all layers, joined where they depend on the same row
 def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
     """Places of a network where units can be removed, in forward order, checked by a removal from a copy.
 

@@ -404,6 +404,7 @@ class _Recorder:
         return self.noise[id(value)].clone()  # the model may write into it
 
 
+# ---- batches of a trace: short, and enough to call the layers that calibration data call
 @torch.no_grad()
 def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
     """Short batches: the first, and one of every batch that calls a layer which no batch before it calls.

@@ -117,6 +117,7 @@ class Parts:
         return []
 
 
+# ---- blocks
 class Blocks(Parts):
     """The blocks of the list that holds most of a model's parameters.
 
@@ -345,6 +346,7 @@ def hidden_argument(args: tuple[object, ...], kwargs: Mapping[str, object]) -> T
     return value if isinstance(value, Tensor) else None
 
 
+# ---- experts
 class Experts(Parts):
     """The experts of all mixtures of a model.
 
@@ -549,6 +551,7 @@ def _output(module: nn.Module, inputs: Tensor) -> Tensor:
     return hidden
 
 
+# ---- a run
 class StoreBesideDense(Store):
     """A store of a model that loses parts during the run, with the dense model beside it from then on."""
 

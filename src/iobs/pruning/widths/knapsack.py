@@ -1,4 +1,7 @@
-"""One choice for every layer or site with the least sum of damages under a limit of the cost."""
+"""One choice for every layer or site with the least sum of damages under a limit of the cost.
+
+The widths that a site may choose from are here too.
+"""
 
 from __future__ import annotations
 
@@ -169,6 +172,7 @@ def filled(choices: Sequence[WidthChoice], cost: CostModel, limit: float, widths
         widths |= best[1].at(best[2])
 
 
+# ---- the width of every site: equal shares, or least effect on the loss
 def possible_widths(pattern: Structured, *family: Site, offered: Collection[int] | None = None) -> tuple[int, ...]:
     """Widths that sites of equal width may get, ascending; only the dense one, the last, may be below `multiple_of`.
 
