@@ -89,11 +89,11 @@ class Integers:
         whole = (mantissa * 2.0**24).to(torch.int64)
         last = _powers(whole) + exponent - 24  # each entry is an odd number times 2^last
         alone = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
-        found = [
+        candidates = [
             cls._of(weight, whole, exponent - 24, rows, columns)
             for rows, columns in (_common(last, whole != 0), (alone, _lowest(last, whole != 0)))
         ]
-        exact = [integers for integers in found if integers is not None]
+        exact = [integers for integers in candidates if integers is not None]
         return min(exact, key=lambda integers: integers.bits(), default=None)
 
     @classmethod
@@ -116,16 +116,16 @@ class Integers:
         numbers = numbers // odd
         steps = _short_divisors(_divisors(numbers, 0))
         codes = numbers // steps
-        found = cls(
+        integers = cls(
             codes.to(torch.int32),
             torch.ldexp(steps[0].float(), by_column),
             torch.ldexp(odd[:, 0].float(), by_row),
         )
         held = bool((codes.abs() < 2**15).all()) and all(
             torch.equal(values, values.bfloat16().float())
-            for values in (found.steps, found.factors)  # as in files
+            for values in (integers.steps, integers.factors)  # as in files
         )
-        return found if held and torch.equal(found.weight(weight.dtype), weight) else None
+        return integers if held and torch.equal(integers.weight(weight.dtype), weight) else None
 
 
 @dataclass(frozen=True)

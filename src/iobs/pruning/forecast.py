@@ -128,11 +128,11 @@ class Remaining:
         if not any(part.seconds for part in parts) and not self._done:
             return None
         speed = self._speed
-        left = sum(
+        predicted = sum(
             max(0.0, part.units - self._done.get(part.name, 0.0)) * part.seconds * self._speed_of(part, speed)
             for part in parts
         )
-        return max(0.0, left - (self._clock() - self._last))  # the present unit has been running for a while
+        return max(0.0, predicted - (self._clock() - self._last))  # the present unit has been running for a while
 
     @property
     def share(self) -> float:

@@ -245,8 +245,8 @@ class Workspace:
         """The biases that a projection refits: parameter names by layer, without parameters that the user froze."""
         if not self.recipe.refits_biases:
             return {}
-        found = biases_of(self.store.model, self.selection.layers)
-        return {layer: name for layer, name in found.items() if name not in self.frozen}
+        biases = biases_of(self.store.model, self.selection.layers)
+        return {layer: name for layer, name in biases.items() if name not in self.frozen}
 
     @property
     def chain(self) -> list[Block]:
@@ -289,8 +289,8 @@ class Workspace:
     @cached_property
     def tables(self) -> tuple[Layer, ...]:
         """The layers that are coded as tables of embeddings, in the order of the model's modules."""
-        found = dict.fromkeys(embeddings_of(self.store.model, self.selection.layers).values())
-        return tuple(layer for layer in found if isinstance(self.request.patterns[layer], Rate))
+        tables = dict.fromkeys(embeddings_of(self.store.model, self.selection.layers).values())
+        return tuple(layer for layer in tables if isinstance(self.request.patterns[layer], Rate))
 
     @property
     def table_metrics(self) -> dict[Layer, Gram]:
@@ -334,11 +334,11 @@ class Workspace:
 
     def remembered(self, key: str, compute: Callable[[], JsonObject]) -> JsonObject:
         """The JSON values of an entry of the checkpoint; a resumed run gets the notes of their computation again."""
-        known, before = key in self.checkpoint, len(self.callbacks.notes)
-        found = self.checkpoint.remembered(key, lambda: {**compute(), "notes": self.callbacks.notes[before:]})
-        if known:
-            self.note_again(found)
-        return found
+        resumed, before = key in self.checkpoint, len(self.callbacks.notes)
+        values = self.checkpoint.remembered(key, lambda: {**compute(), "notes": self.callbacks.notes[before:]})
+        if resumed:
+            self.note_again(values)
+        return values
 
     def note_again(self, values: JsonObject) -> None:
         """Add the notes that an entry of the checkpoint holds."""

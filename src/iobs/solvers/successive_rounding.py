@@ -53,7 +53,7 @@ class SuccessiveRounding:
         centre = problem.centre().double()
         target, lower = (centre @ lower).float(), lower.float()
         entries = centre.numel()
-        wanted = pattern.bits * entries
+        most_bits = pattern.bits * entries
         spread = centre.square().mean(0).sqrt() * lower.diagonal()
         octaves = torch.log2(spread.clamp_min(1e-30)).double()
         octave = level_at(pattern.bits, lambda level: float(bits_at(octaves, level).mean()), [octaves])
@@ -61,17 +61,17 @@ class SuccessiveRounding:
         best: Integers | None = None
         bits = spent = math.inf
         for _ in range(_TRIALS):
-            found = self._rounded(target, lower, 2.0**octave)
-            bits = found.bits()
-            if bits <= wanted:
-                high, best, spent = octave, found, bits
-                if bits >= (1 - _CLOSE) * wanted or not bool(found.codes.any()):
+            rounded = self._rounded(target, lower, 2.0**octave)
+            bits = rounded.bits()
+            if bits <= most_bits:
+                high, best, spent = octave, rounded, bits
+                if bits >= (1 - _CLOSE) * most_bits or not bool(rounded.codes.any()):
                     break
             else:
                 low = octave
             # One octave is about one bit of each entry that is not zero.
-            share = max(0.1, float((found.codes != 0).float().mean()))
-            aimed = octave + ((bits - (1 - _CLOSE / 2) * wanted) / entries) / share
+            share = max(0.1, float((rounded.codes != 0).float().mean()))
+            aimed = octave + ((bits - (1 - _CLOSE / 2) * most_bits) / entries) / share
             aimed = min(max(aimed, octave - _MOST_SHIFT), octave + _MOST_SHIFT)
             inside = low < aimed < high
             octave = aimed if inside else (low + high) / 2
