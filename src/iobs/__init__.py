@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from iobs.optimize.bounds.branch_and_bound import certify
     from iobs.optimize.bounds.rashomon import RashomonSet, rashomon_set
     from iobs.optimize.estimators import (
+        RiskScore,
         SparseClassifier,
         SparseCox,
         SparseInteractions,
@@ -75,6 +76,7 @@ __all__ = [
     "Rate",
     "Recipe",
     "Report",
+    "RiskScore",
     "Rounds",
     "Rule",
     "Solution",
@@ -121,7 +123,14 @@ _HOMES = {
     "iobs.optimize.bounds.branch_and_bound": ("certify",),
     "iobs.optimize.bounds.rashomon": ("RashomonSet", "rashomon_set"),
     "iobs.optimize.estimators": (
-        *("SparseClassifier", "SparseCox", "SparseInteractions", "SparseMultiTaskRegressor", "SparseRegressor"),
+        *(
+            "RiskScore",
+            "SparseClassifier",
+            "SparseCox",
+            "SparseInteractions",
+            "SparseMultiTaskRegressor",
+            "SparseRegressor",
+        ),
         *("knockoff_filter", "split_inference", "stability_selection"),
     ),
     "iobs.optimize.minimize": ("MinimizeResult", "minimize"),

@@ -1,16 +1,15 @@
 """The best integer points of a risk score on a given support, by branch and bound.
 
-    minimise over integer w, real a and s >= 0:   sum_i log(1 + exp(m_i)) - y_i m_i + 1/2 ridge |s w|^2,
+    minimise over integer w, real a and 0 <= s <= S:   sum_i log(1 + exp(m_i)) - y_i m_i + 1/2 ridge |s w|^2,
     m_i = a + s x_i^T w,     low <= w <= high
 
-A node bounds every w_j. With theta = s w its relaxation is convex: minimise f over the cone low_j s <= theta_j <= high_j s,
-which needs no bounds on s. A barrier method solves it by Newton steps. At the minimiser for a weight mu of the barrier,
-the slopes g of f lie in the dual cone, so that the tangent there is a lower bound on the whole cone:
+A node bounds every w_j. With theta = s w its relaxation is convex: minimise f where low_j s <= theta_j <= high_j s. A
+barrier method solves it by Newton steps. With the slopes g of f at any point, its tangent bounds f on the whole set:
 
-    f(v) >= f(theta, a) - g^T theta - g_a a,   if sum_j min(low_j g_j, high_j g_j) >= 0 and g_a = 0.
+    f(v) >= f(theta, a) - g^T theta - g_a a + S min(0, sum_j min(low_j g_j, high_j g_j)) - |g_a| max |a|,
 
-What rounding leaves of these two conditions is multiplied by bounds on s and a and subtracted. They follow from the
-ridge and from the known value. Equal rows of the support are added up, so that k yes-no columns have at most 2^k rows.
+and at the minimiser for a small weight of the barrier this is close to f. The bound on |a| follows from the known
+value. Equal rows of the support are added up, so that k yes-no columns have at most 2^k rows.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import heapq
 import itertools
 import math
 import time
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,14 +56,15 @@ class RiskModel:
         columns: of the support (n, k).
         labels: 0 or 1 (n,).
         weights: of the samples (n,).
-        ridge: positive weights of 1/2 theta_j^2 (k,).
+        ridge: weights of 1/2 theta_j^2 (k,).
+        scale: S, the largest s.
     """
 
-    def __init__(self, columns: Array, labels: Array, weights: Array, ridge: Array) -> None:
+    def __init__(self, columns: Array, labels: Array, weights: Array, ridge: Array, scale: float) -> None:
         self.rows, place = np.unique(columns, axis=0, return_inverse=True)
         self.counts = np.bincount(place.ravel(), weights)
         self.positives = np.bincount(place.ravel(), weights * labels)
-        self.ridge = ridge
+        self.ridge, self.scale = ridge, scale
 
     def value(self, theta: Array, intercept: float) -> float:
         """f."""
@@ -81,13 +82,18 @@ class RiskModel:
         hessian[np.diag_indices(theta.size)] += self.ridge
         return gradient, hessian
 
-    def limits(self, ceiling: float) -> tuple[float, float]:
-        """Bounds on s and |a| of every model with integer points and a value of at most the ceiling.
+    def most_intercept(self, ceiling: float, points: Array) -> float:
+        """A bound on |a| of every model with a value of at most the ceiling, since no row of a class has a larger loss.
 
-        Such a model has |theta_j| <= sqrt(2 ceiling / ridge_j), and no sample has a loss above the ceiling.
+        Both classes must be there, with positive weights.
+
+        Args:
+            ceiling: of f.
+            points: the largest |w_j| (k,).
         """
-        reach = np.sqrt(2 * max(ceiling, 0.0) / self.ridge)
-        return float(reach.max()), ceiling / min(1.0, float(self.counts.min())) + float((np.abs(self.rows) @ reach).max())
+        masses = np.concatenate([self.positives, self.counts - self.positives])
+        lightest = float(masses[masses > 1e-9 * self.counts.max()].min())
+        return ceiling / lightest + self.scale * float((np.abs(self.rows) @ points).max())
 
 
 @dataclass(order=True)
@@ -178,20 +184,20 @@ def search_points(
 def fitted_card(model: RiskModel, points: Indices) -> Scorecard:
     """The best scale and intercept for given points."""
     along = model.rows @ points
-    sums = RiskModel.__new__(RiskModel)
-    sums.rows, place = np.unique(along[:, None], axis=0, return_inverse=True)
-    sums.counts = np.bincount(place.ravel(), model.counts)
-    sums.positives = np.bincount(place.ravel(), model.positives)
+    sums = copy(model)
+    totals, place = np.unique(along, return_inverse=True)
+    sums.rows = totals[:, None]
+    sums.counts, sums.positives = np.bincount(place, model.counts), np.bincount(place, model.positives)
     sums.ridge = np.array([float(model.ridge @ points.astype(np.float64) ** 2)])
-    scale, intercept = _minimise(sums, moves=bool(points.any()))
-    if scale < 0:
-        scale, intercept = _minimise(sums, moves=False)
+    scale, intercept = _minimise(sums, 0.0, moves=bool(points.any()))
+    if not 0 <= scale <= model.scale:
+        scale, intercept = _minimise(sums, min(max(scale, 0.0), model.scale), moves=False)
     return Scorecard(points, scale, intercept, sums.value(np.array([scale]), intercept))
 
 
-def _minimise(model: RiskModel, *, moves: bool) -> tuple[float, float]:
-    """The minimiser (s, a) of a model of one column, with s = 0 unless it `moves`."""
-    point = np.zeros(2)
+def _minimise(model: RiskModel, scale: float, *, moves: bool) -> tuple[float, float]:
+    """The minimiser (s, a) of a model of one column, from a scale that stays unless it `moves`."""
+    point = np.array([scale, 0.0])
     value = model.value(point[:1], 0.0)
     for _ in range(100):
         gradient, hessian = model.derivatives(point[:1], float(point[1]))
@@ -199,7 +205,10 @@ def _minimise(model: RiskModel, *, moves: bool) -> tuple[float, float]:
         step = np.zeros(2)
         step[chosen] = -np.linalg.solve(hessian[chosen, chosen] + 1e-14 * np.eye(2)[chosen, chosen], gradient[chosen])
         decrement, length = -float(gradient @ step), 1.0
-        while model.value(point[:1] + length * step[:1], float(point[1] + length * step[1])) > value - 1e-4 * length * decrement:
+        while (
+            model.value(point[:1] + length * step[:1], float(point[1] + length * step[1]))
+            > value - 1e-4 * length * decrement
+        ):
             length *= 0.5
             if length < 1e-8:
                 return float(point[0]), float(point[1])
@@ -226,35 +235,48 @@ def relaxed(model: RiskModel, low: Indices, high: Indices, ceiling: float) -> tu
     change = np.zeros((low.size + 1, free.size + 2))  # (theta, a) = change @ (s, theta of free, a)
     change[:-1, 0], change[:-1, 1:-1], change[-1, -1] = fixed, spread, 1.0
     bottom, top = low[free].astype(np.float64), high[free].astype(np.float64)
-    limits = np.zeros((2 * free.size, free.size + 2))  # limits @ (s, theta of free, a) > 0
+    limits = np.zeros((2 * free.size + 1, free.size + 2))  # limits @ (s, theta of free, a) > room
+    limits[-1, 0], room = -1.0, np.append(np.zeros(2 * free.size), -model.scale)
     limits[: free.size, 0], limits[: free.size, 1:-1] = -bottom, np.eye(free.size)
-    limits[free.size :, 0], limits[free.size :, 1:-1] = top, -np.eye(free.size)
+    limits[free.size : -1, 0], limits[free.size : -1, 1:-1] = top, -np.eye(free.size)
     mean = min(max(float(model.positives.sum() / model.counts.sum()), 1e-6), 1 - 1e-6)
-    scale = 1.0 / max(1.0, float(np.abs(model.rows).max()) * max(1.0, float(np.abs(high).max())))
+    points = np.maximum(np.abs(low), np.abs(high)).astype(np.float64)
+    scale = min(0.5 * model.scale, 1.0 / max(1.0, float((np.abs(model.rows) @ points).max())))
     point = np.concatenate([[scale], 0.5 * (bottom + top) * scale, [math.log(mean / (1 - mean))]])
     best = -math.inf
     start = model.value(np.zeros(low.size), math.log(mean / (1 - mean)))
     reference = ceiling if math.isfinite(ceiling) else start
-    most_scale, most_intercept = model.limits(max(reference, start))
+    most_intercept = model.most_intercept(max(reference, start), points)
     for share in _BARRIERS:
-        weight = share * reference / (2 * free.size)
-        point = _centre(model, change, limits, point, weight)
+        weight = share * reference / (2 * free.size + 1)
+        point = _centre(model, change, (limits, room), point, weight)
         whole = change @ point
         value, gradient = model.value(whole[:-1], float(whole[-1])), model.derivatives(whole[:-1], float(whole[-1]))[0]
         dual = float(np.minimum(low * gradient[:-1], high * gradient[:-1]).sum())
         margin = 64 * np.finfo(float).eps * (len(model.rows) + low.size) * (abs(value) + float(model.counts.sum()))
-        bound = value - float(gradient @ whole) + most_scale * min(dual, 0.0) - most_intercept * abs(gradient[-1]) - margin
+        bound = (
+            value - float(gradient @ whole) + model.scale * min(dual, 0.0) - most_intercept * abs(gradient[-1]) - margin
+        )
         best = max(best, bound)
         if best > ceiling or value - best <= _CLOSE * (ceiling - best):
             break
     return best, change[:-1] @ point, float(point[0])
 
 
-def _centre(model: RiskModel, change: Array, limits: Array, point: Array, weight: float) -> Array:
-    """Minimise f - weight * sum log(limits @ x) from a point x, by damped Newton steps."""
+def _centre(model: RiskModel, change: Array, inside: tuple[Array, Array], point: Array, weight: float) -> Array:
+    """Minimise f - weight * sum log(limits @ x - room) from a point x, by damped Newton steps.
+
+    Args:
+        model: f.
+        change: from x to (theta, a).
+        inside: the limits and the room.
+        point: x.
+        weight: of the barrier.
+    """
+    limits, room = inside
 
     def total(x: Array) -> float:
-        slack = limits @ x
+        slack = limits @ x - room
         if not (slack > 0).all():
             return math.inf
         whole = change @ x
@@ -262,7 +284,7 @@ def _centre(model: RiskModel, change: Array, limits: Array, point: Array, weight
 
     value = total(point)
     for _ in range(_NEWTON):
-        whole, slack = change @ point, limits @ point
+        whole, slack = change @ point, limits @ point - room
         gradient, hessian = model.derivatives(whole[:-1], float(whole[-1]))
         pull = weight / slack
         slope = change.T @ gradient - limits.T @ pull

@@ -42,7 +42,7 @@ class Level:
 
 
 def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array, ceiling: float) -> SparseConvex:
-    """The problem with bounds on all coordinates that have no bounds, and no ridge or a weak one.
+    """The problem with bounds on all coordinates that have no ridge or a weak one, or narrower bounds if it has some.
 
     Args:
         problem: f.
@@ -56,8 +56,8 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
     """
     allowed = problem.always | candidates[problem.owner]
     unbounded = (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
-    slope = problem.objective.hessian_diagonal(start)
-    weak, without = unbounded & (problem.ridge < _WEAK * slope), unbounded & (problem.ridge == 0)
+    weak = (problem.ridge < _WEAK * problem.objective.hessian_diagonal(start)) & allowed
+    without = unbounded & (problem.ridge == 0)
     try:
         return _reached(problem, np.flatnonzero(weak).astype(np.int64), room, candidates, start, ceiling)
     except ProblemError:
@@ -94,7 +94,11 @@ def _reached(
     high *= 1 + 1e-9  # rounding of the slopes
     reach = np.linalg.solve(np.eye(places.size) - rests, high.max(axis=0))
     slack = rests @ reach
-    return problem.within(places, -(high[1] + slack), high[0] + slack)
+    lower, upper = (
+        np.maximum(problem.lower[places], -(high[1] + slack)),
+        np.minimum(problem.upper[places], high[0] + slack),
+    )
+    return problem.within(places, np.minimum(lower, 0.0), np.maximum(upper, 0.0))
 
 
 def _minimiser(

@@ -53,6 +53,7 @@ class CardProblem:
         k: most columns of a card.
         low: least points of every column (d,), at most 0.
         high: most points (d,), at least 0.
+        scale: the largest log-odds of one point.
     """
 
     X: Array
@@ -62,14 +63,14 @@ class CardProblem:
     k: int
     low: Indices
     high: Indices
+    scale: float
 
     def features(self, seed: int) -> FeatureProblem:
-        """The problem of real coefficients, which may have any size but not the signs that no points have."""
+        """The problem of real coefficients between those of the least and of the most points at the largest scale."""
         objective = Logistic(self.X, self.labels, ridge=self.ridge, intercept=True, sample_weight=self.weights)
         problem = Problem(objective, self.k, rng=np.random.default_rng(seed))
-        signs = Bounds(np.where(self.low < 0, -np.inf, 0.0), np.where(self.high > 0, np.inf, 0.0))
-        bounded = bool((self.low == 0).any() or (self.high == 0).any())
-        return FeatureProblem.of(problem, signs.extended(objective.dimension) if bounded else None)
+        bounds = Bounds(self.scale * self.low, self.scale * self.high)
+        return FeatureProblem.of(problem, bounds.extended(objective.dimension))
 
 
 class CardSearch(ConvexTree):
@@ -135,7 +136,7 @@ class CardSearch(ConvexTree):
         samples = self._samples
         model = RiskModel(
             np.asarray(samples.X[:, support], dtype=np.float64), samples.labels, samples.weights,
-            np.full(support.size, samples.ridge),
+            np.full(support.size, samples.ridge), samples.scale,
         )  # fmt: skip
         rest, nodes = search_points(
             model, support, samples.low[support], samples.high[support], self.cards, self._deadline
@@ -168,5 +169,8 @@ def best_cards(samples: CardProblem, count: int, gap: float, seconds: float, see
         reason = "the search was interrupted"
     cards = sorted(best.cards.items(), key=lambda item: (item[1].value, item[0]))
     found = [(np.array(key[0], dtype=np.int64), card) for key, card in cards]
+    if not found:  # no column helps
+        nothing = np.zeros(0, np.int64)
+        found = [(nothing, Scorecard(nothing, 0.0, features.problem.objective.split(empty.theta)[1], empty.value))]
     elapsed = time.perf_counter() - begun
     return CardProof(found, search.lower, search.nodes + search.inner_nodes, elapsed, reason)

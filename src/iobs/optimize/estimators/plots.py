@@ -32,8 +32,6 @@ def path_figure(
 ) -> Figure:
     """A figure of the score and the coefficients for every k, the chosen k marked.
 
-    A notebook shows it as an image, also where pyplot is not imported.
-
     Args:
         path: the fit of every k.
         scores: one for each k; lower is better.
@@ -44,16 +42,7 @@ def path_figure(
         names: of these columns.
         outputs: name of what a column has several coefficients for.
     """
-    from io import BytesIO
-
-    from matplotlib.figure import Figure
-
-    class PathFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            self.savefig(file := BytesIO(), format="png")
-            return file.getvalue()
-
-    figure = PathFigure(figsize=(11, 4), layout="constrained")
+    figure = shown_figure((11, 4))
     score_axes, axes = figure.subplots(1, 2)
     sizes = [entry["k"] for entry in path]
     errors = np.array([entry["score_error"] for entry in path])
@@ -63,6 +52,20 @@ def path_figure(
     if np.ndim(path[0]["coef"]) > 1:
         axes.set_ylabel(f"per standard deviation, largest of a {outputs}")
     return figure
+
+
+def shown_figure(size: tuple[float, float]) -> Figure:
+    """An empty figure of a size in inches; a notebook shows it as an image, also where pyplot is not imported."""
+    from io import BytesIO
+
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            self.savefig(file := BytesIO(), format="png")
+            return file.getvalue()
+
+    return ShownFigure(figsize=size, layout="constrained")
 
 
 def _draw_scores(
