@@ -205,10 +205,10 @@ def _minimise(model: RiskModel, scale: float, *, moves: bool) -> tuple[float, fl
         step = np.zeros(2)
         step[chosen] = -np.linalg.solve(hessian[chosen, chosen] + 1e-14 * np.eye(2)[chosen, chosen], gradient[chosen])
         decrement, length = -float(gradient @ step), 1.0
-        while (
-            model.value(point[:1] + length * step[:1], float(point[1] + length * step[1]))
-            > value - 1e-4 * length * decrement
-        ):
+        while True:
+            moved = point + length * step
+            if model.value(moved[:1], float(moved[1])) <= value - 1e-4 * length * decrement:
+                break
             length *= 0.5
             if length < 1e-8:
                 return float(point[0]), float(point[1])
@@ -253,11 +253,11 @@ def relaxed(model: RiskModel, low: Indices, high: Indices, ceiling: float) -> tu
         whole = change @ point
         value, gradient = model.value(whole[:-1], float(whole[-1])), model.derivatives(whole[:-1], float(whole[-1]))[0]
         dual = float(np.minimum(low * gradient[:-1], high * gradient[:-1]).sum())
-        margin = 64 * np.finfo(float).eps * (len(model.rows) + low.size) * (abs(value) + float(model.counts.sum()))
-        bound = (
-            value - float(gradient @ whole) + model.scale * min(dual, 0.0) - most_intercept * abs(gradient[-1]) - margin
-        )
-        best = max(best, bound)
+        largest = 1.0 + float(np.abs(model.rows @ whole[:-1]).max()) + abs(float(whole[-1]))
+        terms = abs(value) + largest * float(model.counts.sum())
+        margin = 64 * np.finfo(float).eps * (len(model.rows) + low.size) * terms
+        bound = value - float(gradient @ whole) + model.scale * min(dual, 0.0)
+        best = max(best, bound - most_intercept * abs(float(gradient[-1])) - margin)
         if best > ceiling or value - best <= _CLOSE * (ceiling - best):
             break
     return best, change[:-1] @ point, float(point[0])

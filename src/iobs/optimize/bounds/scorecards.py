@@ -69,7 +69,7 @@ class CardProblem:
         """The problem of real coefficients between those of the least and of the most points at the largest scale."""
         objective = Logistic(self.X, self.labels, ridge=self.ridge, intercept=True, sample_weight=self.weights)
         problem = Problem(objective, self.k, rng=np.random.default_rng(seed))
-        bounds = Bounds(self.scale * self.low, self.scale * self.high)
+        bounds = Bounds(self.scale * self.low.astype(np.float64), self.scale * self.high.astype(np.float64))
         return FeatureProblem.of(problem, bounds.extended(objective.dimension))
 
 
