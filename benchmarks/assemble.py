@@ -27,6 +27,7 @@ import paper_rounds
 import passes
 import peers
 import proof_floors
+import proofs
 import recovery_report
 import regression_race_report
 import resnet20_oneshot
@@ -141,6 +142,7 @@ SECTIONS = (
             ("With noise", "Sparse regression with noise (the same)"),
         ),
     ),
+    Section("proofs", proofs.tables, "proofs of the best k columns beside El0ps, OKRidge, l0bnb and SCIP"),
     Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),

@@ -142,17 +142,15 @@ class SparseConvex:
         return value - 0.5 * float(self.ridge @ theta**2), gradient - self.ridge * theta
 
     def tangent(self, theta: Array, value: float, gradient: Array) -> Tangent:
-        """The tangent at theta, given f and its gradient there."""
-        smooth, slope = self.split(theta, value, gradient)
-        costs, best = self.costs(slope)
-        if not np.isfinite(costs).all():
-            return Tangent(-np.inf, np.zeros(self.features), 0.0)
-        always = float(costs[self.always].sum())
-        base = smooth - float(slope @ theta) - always
-        reach = self._lengths * (np.abs(theta) + np.abs(best))
-        terms = abs(value) + abs(smooth) + float(np.abs(slope) @ (np.abs(theta) + np.abs(best)))
-        terms += self.objective.slope_norm(theta) * float(reach.sum()) + float(np.abs(costs).sum())
-        margin = 8 * _EPS * self._additions * terms
+        """The tangent at theta, given f and its gradient there; it bounds nothing where they overflow."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            smooth, slope = self.split(theta, value, gradient)
+            costs, best = self.costs(slope)
+            base = smooth - float(slope @ theta) - float(costs[self.always].sum())
+            sizes = np.abs(theta) + np.abs(best)
+            terms = abs(value) + abs(smooth) + float(np.abs(slope) @ sizes) + float(np.abs(costs).sum())
+            terms += self.objective.slope_norm(theta) * float((self._lengths * sizes).sum())
+            margin = 8 * _EPS * self._additions * terms
         if not np.isfinite(base - margin):  # overflow far from any minimiser, or a coordinate that nothing bounds
             return Tangent(-np.inf, np.zeros(self.features), 0.0)
         return Tangent(base, self.by_feature(costs), margin)

@@ -1,6 +1,7 @@
 """scikit-learn estimators with exactly k features: regression and classification; inference about their choice."""
 
 from iobs.optimize.estimators.classifier import SparseClassifier
+from iobs.optimize.estimators.equations import SparseEquations
 from iobs.optimize.estimators.interactions import SparseInteractions
 from iobs.optimize.estimators.knockoffs import knockoff_filter
 from iobs.optimize.estimators.regressor import SparseMultiTaskRegressor, SparseRegressor
@@ -13,6 +14,7 @@ __all__ = [
     "RiskScore",
     "SparseClassifier",
     "SparseCox",
+    "SparseEquations",
     "SparseInteractions",
     "SparseMultiTaskRegressor",
     "SparseRegressor",
