@@ -119,6 +119,7 @@ benchmarks-quick-others:
 	-$(BENCHMARK)/grid_layers.py --quick $(AGAIN)
 	$(BENCHMARK)/recovery.py --quick $(AGAIN)
 	$(BENCHMARK)/proof_floors.py --quick $(AGAIN)
+	$(BENCHMARK)/proofs.py --quick $(AGAIN)
 	$(BENCHMARK)/resume_kills.py --kills 5
 	$(BENCHMARK)/grid.py --quick --networks vit --data $(DATA) $(AGAIN)
 
@@ -138,6 +139,7 @@ benchmarks: setup
 	-$(BENCHMARK)/grid_layers.py $(AGAIN)
 	$(BENCHMARK)/recovery.py $(AGAIN)
 	$(BENCHMARK)/proof_floors.py $(AGAIN)
+	$(BENCHMARK)/proofs.py $(AGAIN)
 	-$(BENCHMARK)/small_regression.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
 	$(BENCHMARK)/resume_kills.py --recipe fast
