@@ -20,10 +20,9 @@ from iobs.errors import ProblemError
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 
-_SCALES = (1.0, 0.5, 2.0, 0.25, 0.1, 0.01)  # sizes of the slope, relative to the best of a quadratic
+_SCALES = (1.0, 0.5, 0.25, 0.1, 0.01)  # sizes of the slope, relative to the best of a quadratic
 _WEAK = 0.02  # a ridge that is a smaller share of the curvature is helped by bounds
-_REST = 0.5  # largest sum of a row of A
-_SMALL = 0.02  # a smaller sum of a row is small enough
+_REST = 0.2  # largest sum of a row of A
 _CHORDS = 8  # most steps to a point whose slope is about +-e_a
 _FAR = 1e3  # bounds while the minimiser is sought, relative to the known fit; they need not hold
 _UNBOUNDED = (
@@ -115,37 +114,30 @@ def _minimiser(
 def _one_side(
     problem: SparseConvex, places: Indices, inverse: Array, number: int, sign: float, point: Array, level: Level
 ) -> tuple[float, Array]:
-    """(h_a, A_a) of one coordinate and sign, by the best of several points w.
+    """(h_a, A_a) of one coordinate and sign, by the first of several points w that is good enough.
 
     Raises:
         ProblemError: no point is good enough.
     """
-    best, best_rest = np.inf, np.zeros(places.size)
+    missing, slope = _missing(problem, point, level)
     # The least h_a = (missing + slope^2 / 2 V_aa) / slope of a quadratic f.
-    size = float(
-        np.sqrt(2 * max(_missing(problem, point, level)[0], 1e-12 * abs(level.ceiling)) / inverse[number, number])
-    )
+    size = float(np.sqrt(2 * max(missing, 1e-12 * abs(level.ceiling)) / inverse[number, number]))
     for scale in _SCALES:
         wanted = np.zeros(places.size)
         wanted[number] = sign * scale * size
-        moved = point.copy()
+        moved, here = point.copy(), slope[places]
         for _ in range(_CHORDS):
-            trial = moved.copy()
-            trial[places] += inverse @ (wanted - _missing(problem, moved, level)[1][places])
-            missing, slope = _missing(problem, trial, level)
-            if not np.isfinite(missing):
+            moved[places] += inverse @ (wanted - here)
+            missing_there, slope_there = _missing(problem, moved, level)
+            if not np.isfinite(missing_there):
                 break
-            moved = trial
-            rest = np.abs(slope[places])
+            here = slope_there[places]
+            rest = np.abs(here)
             rest[number] = 0.0
-            along = sign * slope[places[number]]
-            if along > 0 and rest.sum() <= _REST * along and missing / along < best:
-                best, best_rest = max(missing, 0.0) / along, rest / along
-            if rest.sum() <= _SMALL * along:
-                break
-    if not np.isfinite(best):
-        raise ProblemError(_UNBOUNDED.format(int(places[number])))
-    return best, best_rest
+            along = sign * here[number]
+            if along > 0 and rest.sum() <= _REST * along:
+                return max(missing_there, 0.0) / along, rest / along
+    raise ProblemError(_UNBOUNDED.format(int(places[number])))
 
 
 def _missing(problem: SparseConvex, point: Array, level: Level) -> tuple[float, Array]:
