@@ -131,11 +131,15 @@ class SparseConvex:
         design = self.objective.design
         return np.repeat(np.sqrt(design.squares(np.ones(design.shape[0]))), self.objective.outputs)
 
-    @cached_property
+    @property
+    def samples(self) -> int:
+        """The number of samples; 0 for a quadratic that is given by its Hessian."""
+        return 0 if isinstance(self.objective, QuadraticObjective) else self.objective.design.shape[0]
+
+    @property
     def _additions(self) -> int:
         """Most numbers that are added up for one number of a tangent."""
-        samples = 0 if isinstance(self.objective, QuadraticObjective) else self.objective.design.shape[0]
-        return self.ridge.size + samples + 64
+        return self.ridge.size + self.samples + 64
 
     def split(self, theta: Array, value: float, gradient: Array) -> tuple[float, Array]:
         """F and its gradient, from f and its gradient."""

@@ -22,6 +22,7 @@ from iobs.optimize.objectives.design import Array, Booleans, Indices
 
 _SCALES = (1.0, 0.5, 0.25, 0.1, 0.01)  # sizes of the slope, relative to the best of a quadratic
 _WEAK = 0.02  # a ridge that is a smaller share of the curvature is helped by bounds
+_MANY = 8  # samples for each coordinate with a weak ridge, from which bounds are computed
 _REST = 0.2  # largest sum of a row of A
 _CHORDS = 8  # most steps to a point whose slope is about +-e_a
 _FAR = 1e3  # bounds while the minimiser is sought, relative to the known fit; they need not hold
@@ -57,6 +58,8 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
     unbounded = (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
     weak = (problem.ridge < _WEAK * problem.objective.hessian_diagonal(start)) & allowed
     without = unbounded & (problem.ridge == 0)
+    if problem.samples < _MANY * int(weak.sum()):
+        weak = without  # bounds from so few samples are wide, and take a pass over the data each
     try:
         return _reached(problem, np.flatnonzero(weak).astype(np.int64), room, candidates, start, ceiling)
     except ProblemError:
