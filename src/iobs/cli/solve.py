@@ -85,7 +85,7 @@ def solve(
         if proofs:
             steps.update(0, 0, "proving")
         if proofs.certify is not None:
-            model["certificate"] = _certificate(result, proofs.certify)
+            model["certificate"] = _certificate(result, proofs.certify, steps)
         if proofs.near is not None:
             seconds = _NEAR_SECONDS if proofs.certify is None else proofs.certify
             model["near_optimal"] = _near_optimal(result, proofs.near, seconds)
@@ -120,15 +120,23 @@ def _check_outputs(output: Path | None, plot: Path | None, data: Path) -> None:
             )
 
 
-def _certificate(result: SolveResult, seconds: float) -> str:
-    """The result of `certify` in words."""
+def _certificate(result: SolveResult, seconds: float, steps: console.ConsoleSteps) -> str:
+    """The result of `certify` in words; its progress is shown."""
     from iobs.errors import NotPositiveDefiniteError, ProblemError
     from iobs.optimize.bounds.branch_and_bound import certify
 
     path, k = result.path, result.estimator.k_
     lower, upper = _limits(result)
     try:
-        return certify(path.objective, k, fit=path.fit, seconds=seconds, lower=lower, upper=upper).message
+        return certify(
+            path.objective,
+            k,
+            fit=path.fit,
+            seconds=seconds,
+            lower=lower,
+            upper=upper,
+            on_progress=lambda state: steps.update(0, 0, f"proving: {state}"),
+        ).message
     except (NotPositiveDefiniteError, ProblemError) as error:
         return f"1-swap optimal; no bound: {error}"
 

@@ -28,7 +28,7 @@ from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, bounded
 from iobs.optimize.search.groups import CoordinateGroups, group_path
 
-_COPIED = 1 << 27  # most entries of a design that is copied, column by column
+_COPIED = 1 << 25  # most entries of a design that is copied, column by column
 _REPORT = 0.5  # seconds between two reports of progress
 
 

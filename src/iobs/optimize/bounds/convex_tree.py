@@ -73,6 +73,7 @@ class ConvexTree(ABC):
         self.nodes, self.dropped, self.margin = 0, np.inf, 0.0
         self._open: list[tuple[float, int, ConvexNode]] = []
         self._stack: list[ConvexNode] = []  # children of the node at hand, once the open nodes take too much memory
+        self._children_left: list[ConvexNode] = []  # of the node at hand, still to be opened
         self._stored = 0
         self._numbers = itertools.count()
         self._seen: set[bytes] = set()
@@ -98,15 +99,20 @@ class ConvexTree(ABC):
         """Take in the fit of a support; `used` are its features (p,)."""
 
     @property
+    def left(self) -> float:
+        """The least bound of a node that was dropped or is still open."""
+        waiting = [node.bound for node in (*self._stack, *self._children_left)]
+        return min([self.dropped, *(bound for bound, _, _ in self._open[:1]), *waiting])
+
+    @property
     def lower(self) -> float:
         """A proved lower bound on f over all supports."""
-        left = [self._open[0][0]] if self._open else []
-        return min([self.dropped, self.best.value, *left, *(node.bound for node in self._stack)])
+        return min(self.left, self.best.value)
 
     def run(self, deadline: float, max_nodes: int) -> str:
         """Search until no node is left below the limit, or a limit is reached; return which one, or ""."""
         while self._stack or (self._open and self._open[0][0] <= self.limit):
-            if time.perf_counter() > deadline:
+            if self.nodes and time.perf_counter() > deadline:
                 return "the time limit was reached"
             if self.nodes >= max_nodes:
                 return f"the limit of {max_nodes:,} nodes was reached"
@@ -114,10 +120,11 @@ class ConvexTree(ABC):
             if reason:
                 return reason
             node = self._stack[-1] if self._stack else self._open[0][2]
-            children = self._visit(node)  # an interruption leaves the node where it is
+            self._children_left = self._visit(node)  # an interruption leaves the node or its children
             self._take_off()
-            for child in children:
-                self._push(child)
+            while self._children_left:
+                self._push(self._children_left[-1])
+                self._children_left.pop()
         if self._open:
             self.dropped = min(self.dropped, self._open[0][0])
         self._open.clear()

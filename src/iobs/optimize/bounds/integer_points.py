@@ -157,7 +157,7 @@ def search_points(
     numbers, nodes, dropped = itertools.count(), 0, math.inf
     left = [_Node(-math.inf, next(numbers), low, high)]
     while left and left[0].bound <= best.limit:
-        if time.perf_counter() > deadline:
+        if nodes and time.perf_counter() > deadline:
             return min(dropped, left[0].bound), nodes
         node = heapq.heappop(left)
         nodes += 1

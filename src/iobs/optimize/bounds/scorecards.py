@@ -106,8 +106,7 @@ class CardSearch(ConvexTree):
     @property
     def lower(self) -> float:
         """A lower bound on the value of all cards that are not known."""
-        left = [self._open[0][0]] if self._open else []
-        return min([self.dropped, *left, *(node.bound for node in self._stack)])
+        return self.left
 
     def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
         """Points of 0 make smaller supports part of larger ones."""
@@ -123,7 +122,7 @@ class CardSearch(ConvexTree):
 
     def stopped(self) -> str:
         """Stop once a search of points was cut off."""
-        return "the time limit was reached" if time.perf_counter() > self._deadline else ""
+        return "the time limit was reached" if self.nodes and time.perf_counter() > self._deadline else ""
 
     def _decide(self, used: Booleans, start: Array) -> None:
         key = np.packbits(used).tobytes()
