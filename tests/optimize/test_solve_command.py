@@ -282,6 +282,27 @@ def test_near_and_certify_take_classes_and_bounds(limits, tmp_path, rng):
     assert model["certificate"].startswith(("a global minimiser", "within"))
 
 
+def test_points_print_a_card_that_predicts(tmp_path, rng):
+    X = (rng.random((120, 6)) < 0.5).astype(float)
+    y = np.where(rng.random(120) < 1 / (1 + np.exp(1 - X[:, :2] @ [2.0, 1.0])), "ill", "a")
+    file = write_table(tmp_path / "t.csv", [*(f"c{j}" for j in range(6)), "state"], X, y)
+    output = tmp_path / "m.json"
+    arguments = ["solve", file, "--target", "state", "-k", 2, "--select", "points"]
+    shown = run(*arguments, "-o", output)
+    assert "points" in shown
+    assert "risk of ill" in shown
+    assert "proved to be the best" in shown
+    card = json.loads(output.read_text())["card"]
+    assert set(card["points"]) <= {f"c{j}" for j in range(6)}
+    expected = card["intercept"] + card["scale"] * sum(
+        points * X[:, int(name[1])] for name, points in card["points"].items()
+    )
+    chances = np.array(column(run("predict", output, file), "probability of ill"), dtype=float)
+    np.testing.assert_allclose(chances, 1 / (1 + np.exp(-expected)), atol=1e-4)
+    assert "needs a number of columns" in refused("solve", file, "--target", "state", "--select", "points")
+    assert "points does not go with --near" in refused(*arguments, "--near", "0.1")
+
+
 def _claims(tmp_path, rng, n=300):
     """A table of counts with years of exposure, a category of four levels, and a column of weights."""
     years, age = rng.integers(1, 9, n).astype(float), rng.standard_normal(n)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from iobs.cli.solve_inputs import Regression
     from iobs.optimize.estimators.base import ChosenPath, Observations, SparseEstimator
     from iobs.optimize.estimators.knockoffs import KnockoffFilter
+    from iobs.optimize.estimators.risk_score import RiskScore
     from iobs.optimize.objectives.design import Array
 
 JSONObject: TypeAlias = dict[str, Any]
@@ -34,6 +35,7 @@ class SolveResult:
         data: the samples as the estimator takes them.
         path: the fits of every k.
         knockoffs: the filter that chose the columns; None if the best columns for a k were searched.
+        card: the scorecard; None if coefficients are real numbers.
     """
 
     problem: Regression
@@ -41,6 +43,7 @@ class SolveResult:
     data: Observations
     path: ChosenPath
     knockoffs: KnockoffFilter | None = None
+    card: RiskScore | None = None
 
     @property
     def criterion(self) -> str:
@@ -70,6 +73,33 @@ def best_columns(problem: Regression, k: str, seed: int) -> SolveResult:
     data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
     warn_of_separation(path.objective, path.fit, problem.names)
     return SolveResult(problem, estimator, data, path)
+
+
+def card_columns(problem: Regression, k: int, seconds: float, seed: int) -> SolveResult:
+    """The best scorecard of at most k columns, as a logistic model whose coefficients are multiples of its scale.
+
+    Raises:
+        DataError: a target of other than two classes.
+    """
+    from iobs.errors import DataError
+    from iobs.optimize.estimators import RiskScore
+    from iobs.optimize.estimators.base import ChosenPath
+    from iobs.optimize.refit.newton import Fit
+
+    table = problem.table
+    if problem.loss != "logistic" or np.unique(table.y).size != 2 or len(table.classes) > 2:
+        raise DataError("--select points needs a target of two classes.")
+    card = RiskScore(k, ridge=max(problem.ridge, 1e-6), seconds=seconds, random_state=seed)
+    card.fit(table.X, table.y, problem.weights)
+    estimator = problem.estimator(str(card.support_.size), seed)
+    data = estimator._observe(table.X, problem.answers, problem.weights, None)
+    objective = estimator._objective(data)
+    theta = np.append(card.scale_ * card.points_, 0.0)
+    theta[-1] = card.intercept_ - objective.split(theta)[1]
+    fit = Fit(np.flatnonzero(theta).astype(np.int64), theta, *objective.value_and_gradient(theta))
+    path = ChosenPath(objective, [card.support_.size], [fit], [0.0], [math.nan], 0)
+    estimator._store(data, path)
+    return SolveResult(problem, estimator, data, path, card=card)
 
 
 def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
@@ -141,6 +171,14 @@ def report(solution: SolveResult) -> JSONObject:
             "kind": solution.knockoffs.kind,
             "false_share": _finite(solution.knockoffs.false_share),
             "statistics": dict(zip(table.names, solution.knockoffs.statistics.tolist(), strict=True)),
+        }
+    if solution.card is not None:
+        model["card"] = {
+            "points": {problem.names[j]: int(solution.card.points_[j]) for j in solution.card.support_.tolist()},
+            "scale": solution.card.scale_,
+            "intercept": solution.card.intercept_,
+            "gap": _finite(solution.card.gap_),
+            "message": solution.card.message_,
         }
     concordance = _concordance(solution)
     if concordance is not None:

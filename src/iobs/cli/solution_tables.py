@@ -47,12 +47,24 @@ def show(solution: SolveResult, model: JSONObject) -> None:
             break
         shown.add_row("(intercept)", *([label] if many else []), significant(value, 5), "", "", "")
     out.print(shown)
+    if solution.card is not None:
+        out.print(_card_text(solution))
     out.print(_path_table(solution, model))
     for line in _remarks(solution, model):
         out.print(line)
     if "near_optimal" in model:
         for part in _near_tables(model["near_optimal"]):
             out.print(part)
+
+
+def _card_text(solution: SolveResult) -> str:
+    """The scorecard with the names of the columns."""
+    from dataclasses import replace
+
+    assert solution.card is not None
+    card, names = solution.card.card_, solution.problem.names
+    label = (solution.problem.table.classes or ["1"])[-1]
+    return f"{replace(card, names=tuple(names[j] for j in card.columns), label=label)}\n{solution.card.message_}"
 
 
 def _path_table(solution: SolveResult, model: JSONObject) -> object:

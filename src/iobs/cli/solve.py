@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from iobs.cli.solution import JSONObject, SolveResult
     from iobs.optimize.objectives.design import Array
 
-_NEAR_SECONDS = 60.0  # time limit of --near without --certify
+_PROOF_SECONDS = 60.0  # time limit of --near and --select points without --certify
 
 
 @options.command
@@ -51,6 +51,7 @@ def solve(
         iobs solve data.csv --target price -k 5  # the best five columns
         iobs solve data.csv --target price -k cv --plot path.png  # the number chosen by cross-validation
         iobs solve patients.csv --family cox --target time --event status -k 5  # times that may be censored
+        iobs solve patients.csv --target ill -k 5 --select points  # a scorecard
         iobs solve houses.csv --target price --interactions strong  # with products of two columns
     """
     from iobs.cli import solution, solution_tables
@@ -79,15 +80,18 @@ def solve(
     with ConsoleSteps("searching") as steps:
         if selection.select == "knockoff":
             result = solution.knockoff_columns(problem, 0.1 if selection.fdr is None else selection.fdr, seed)
+        elif selection.select == "points":
+            seconds = _PROOF_SECONDS if proofs.certify is None else proofs.certify
+            result = solution.card_columns(problem, int(k), seconds, seed)
         else:
             result = solution.best_columns(problem, k, seed)
         model = solution.report(result)
-        if proofs:
+        if proofs and result.card is None:
             steps.update(0, 0, "proving")
-        if proofs.certify is not None:
+        if proofs.certify is not None and result.card is None:
             model["certificate"] = _certificate(result, proofs.certify, steps)
         if proofs.near is not None:
-            seconds = _NEAR_SECONDS if proofs.certify is None else proofs.certify
+            seconds = _PROOF_SECONDS if proofs.certify is None else proofs.certify
             model["near_optimal"] = _near_optimal(result, proofs.near, seconds)
     try:  # the files come first: the reader of a pipe, such as head, may end the command while it prints
         if output is not None:

@@ -175,7 +175,8 @@ class ColumnSelection:
     """Options that say how columns are chosen.
 
     Attributes:
-        select (best|knockoff): best: the best k columns. knockoff: columns whose expected share of false ones is at
+        select (best|points|knockoff): best: the best k columns. points: a scorecard of at most k columns, each with a
+            whole number of points from -5 to 5; two classes. knockoff: columns whose expected share of false ones is at
             most --fdr.
         fdr (SHARE): Of --select knockoff: limit on that share (default 0.1).
     """
@@ -184,24 +185,28 @@ class ColumnSelection:
     fdr: Annotated[float | None, typer.Option(min=0, max=1)] = None
 
     def check(self, columns: TableColumns, limits: CoefficientLimits, k: str, proofs: Proofs) -> None:
-        """Refuse an unknown choice, and all options that do not go with the knockoff filter, at once."""
-        if self.select not in ("best", "knockoff"):
-            raise typer.BadParameter("give best or knockoff", param_hint="--select")
+        """Refuse an unknown choice, and all options that do not go with points or the knockoff filter, at once."""
+        if self.select not in ("best", "points", "knockoff"):
+            raise typer.BadParameter("give best, points or knockoff", param_hint="--select")
+        if self.select != "knockoff" and self.fdr is not None:
+            raise typer.BadParameter("it belongs to --select knockoff", param_hint="--fdr")
         if self.select == "best":
-            if self.fdr is not None:
-                raise typer.BadParameter("it belongs to --select knockoff", param_hint="--fdr")
             return
+        knockoff = self.select == "knockoff"
+        if not knockoff and not k.isdecimal():
+            raise typer.BadParameter("points needs a number of columns, -k", param_hint="--select")
         others = {
-            "-k": k != "ebic",
+            "-k": knockoff and k != "ebic",
             "--force": columns.force,
-            "--weight": columns.weight,
+            "--weight": knockoff and columns.weight,
             "--offset": columns.offset,
             "--exposure": columns.exposure,
             "--whole-categories": columns.whole_categories,
             "--interactions": columns.interactions,
             "bounds on coefficients": limits,
-            "--certify or --near": proofs,
+            "--certify or --near": knockoff and proofs,
+            "--near": proofs.near is not None and not knockoff,
         }
         refused = [name for name, value in others.items() if value]
         if refused:
-            raise typer.BadParameter(f"knockoff does not go with {', '.join(refused)}", param_hint="--select")
+            raise typer.BadParameter(f"{self.select} does not go with {', '.join(refused)}", param_hint="--select")
