@@ -33,7 +33,7 @@ import numpy as np
 from iobs.errors import ProblemError
 from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, summarised
 from iobs.optimize.bounds.components import screened
-from iobs.optimize.bounds.convex import Progress, certify_convex
+from iobs.optimize.bounds.convex import INTERRUPTED, Progress, certify_convex
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from iobs.core.quadratic import Quadratic
 
 _FIRST_SECONDS = 0.5  # time of this tree of quadratics before the perspective relaxation is tried
+_RELAXED_SHARE = 0.3  # share of the time limit for the relaxation where there is no ridge
 _FIRST_SHARE = 0.1  # share of the time limit before tangents are tried
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
 
@@ -130,10 +131,13 @@ def certify(
         return certificate
     if not tree.singular and tree.enumerate_all():
         return tree.run(1.0)
-    relaxed = _certify_relaxed(problem, certificate, limits, on_progress)
+    penalised = isinstance(objective, LeastSquares) and bool(objective.ridge.all())
+    relaxed = _certify_relaxed(problem, certificate, limits, 1.0 if penalised else _RELAXED_SHARE, on_progress)
     if relaxed is not None:
-        return relaxed
-    certificate = tree.run(_FIRST_SHARE)
+        if penalised or relaxed.closed or relaxed.reason == INTERRUPTED:
+            return relaxed
+        tree.take(relaxed)
+    certificate = tree.run(min(1.0, limits.elapsed() / max(seconds, 1e-9) + _FIRST_SHARE))
     if certificate.closed:
         return certificate
     lower, margin = _bound_in_boxes(tree.quadratic, certificate, begun + 0.9 * seconds)
@@ -142,10 +146,18 @@ def certify(
 
 
 def _certify_relaxed(
-    problem: Problem, known: Certificate, limits: ProofLimits, on_progress: Progress | None
+    problem: Problem, known: Certificate, limits: ProofLimits, share: float, on_progress: Progress | None
 ) -> Certificate | None:
-    """The certificate by the perspective relaxation; None where it does not apply: coefficients that nothing bounds."""
-    left = replace(limits, max_nodes=limits.max_nodes - known.nodes)
+    """The certificate by the perspective relaxation; None where it does not apply: coefficients that nothing bounds.
+
+    Args:
+        problem: a quadratic.
+        known: what is proved already.
+        limits: when to stop.
+        share: of the time limit for this search.
+        on_progress: called every half a second.
+    """
+    left = replace(limits, seconds=share * limits.seconds, max_nodes=limits.max_nodes - known.nodes)
     try:
         found = certify_convex(problem, None, known.fit, left, on_progress)
     except ProblemError:
@@ -255,6 +267,13 @@ class CertificateTree(SupportTree):
         """Take in a lower bound that was proved by other means, with its rounding margin."""
         if lower > self.lower:
             self.lower, self.margin = lower, max(self.margin, margin)
+
+    def take(self, other: Certificate) -> None:
+        """Take in the fit, the bound and the count of nodes of another search."""
+        if other.upper < self.best.value:
+            self.best = other.fit
+        self.nodes = other.nodes
+        self.raise_bound(other.lower, other.margin)
 
     def run(self, share: float) -> Certificate:
         """Search for a share of the time limit; a later call continues."""

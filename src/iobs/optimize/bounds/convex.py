@@ -28,6 +28,8 @@ from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, bounded
 from iobs.optimize.search.groups import CoordinateGroups, group_path
 
+INTERRUPTED = "the search was interrupted"
+
 _COPIED = 1 << 25  # most entries of a design that is copied, column by column
 _REPORT = 0.5  # seconds between two reports of progress
 
@@ -223,7 +225,7 @@ def certify_convex(
     try:
         reason = search.run(limits.begun + limits.seconds, limits.max_nodes)
     except KeyboardInterrupt:
-        reason = "the search was interrupted"
+        reason = INTERRUPTED
     best = _on_given(problem.objective, search.best, features.bounds)
     lower = min(search.lower + search.margin, best.value)
     return summarised(

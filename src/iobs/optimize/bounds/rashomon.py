@@ -23,7 +23,7 @@ import numpy as np
 from scipy.linalg import eigh
 
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.convex import FeatureProblem, NearOptimalSearch
+from iobs.optimize.bounds.convex import INTERRUPTED, FeatureProblem, NearOptimalSearch
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
@@ -423,7 +423,7 @@ def _of_convex(features: FeatureProblem, search: NearOptimalSearch, begun: float
     try:
         reason = search.run(begun + seconds, max_nodes=sys.maxsize)
     except KeyboardInterrupt:
-        reason = "the search was interrupted"
+        reason = INTERRUPTED
     fits = sorted((fit for fit in search.fits.values() if fit.value <= search.limit), key=_by_loss)
     below = min(search.lower, search.limit) if reason else search.limit
     if len(fits) > search.max_members:

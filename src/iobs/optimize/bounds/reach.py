@@ -73,16 +73,9 @@ def _reached(
 ) -> SparseConvex:
     if not places.size:
         return problem
+    _inverse(problem, places, start)  # refuses dependent coordinates before any work
     point = _minimiser(problem, places, room, candidates, start, ceiling)
-    block = problem.objective.hessian_block(point, places)
-    try:
-        factor = np.linalg.cholesky(block)
-    except np.linalg.LinAlgError:
-        raise ProblemError(_UNBOUNDED.format(int(places[0]))) from None
-    if not (factor.diagonal() ** 2 > 1e-10 * block.diagonal()).all():
-        weakest = int(places[np.argmin(factor.diagonal() ** 2 / block.diagonal())])
-        raise ProblemError(_UNBOUNDED.format(weakest))
-    inverse = np.asarray(np.linalg.inv(block), dtype=np.float64)
+    inverse = _inverse(problem, places, point)
     within = problem.within(places, 0.0, 0.0)
     ridge = problem.ridge.copy()
     ridge[places] = 0.0  # a weak ridge counts as part of F
@@ -101,6 +94,23 @@ def _reached(
         np.minimum(problem.upper[places], high[0] + slack),
     )
     return problem.within(places, np.minimum(lower, 0.0), np.maximum(upper, 0.0))
+
+
+def _inverse(problem: SparseConvex, places: Indices, point: Array) -> Array:
+    """The inverse of the Hessian of some coordinates at a point.
+
+    Raises:
+        ProblemError: it is not definite enough.
+    """
+    block = problem.objective.hessian_block(point, places)
+    try:
+        factor = np.linalg.cholesky(block)
+    except np.linalg.LinAlgError:
+        raise ProblemError(_UNBOUNDED.format(int(places[0]))) from None
+    if not (factor.diagonal() ** 2 > 1e-10 * block.diagonal()).all():
+        weakest = int(places[np.argmin(factor.diagonal() ** 2 / block.diagonal())])
+        raise ProblemError(_UNBOUNDED.format(weakest))
+    return np.asarray(np.linalg.inv(block), dtype=np.float64)
 
 
 def _minimiser(

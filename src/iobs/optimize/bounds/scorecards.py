@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from iobs.optimize.bounds.convex import FeatureProblem
+from iobs.optimize.bounds.convex import INTERRUPTED, FeatureProblem
 from iobs.optimize.bounds.convex_tree import ConvexTree
 from iobs.optimize.bounds.integer_points import BestCards, RiskModel, Scorecard, search_points
 from iobs.optimize.objectives.design import Array, Booleans, Indices
@@ -165,7 +165,7 @@ def best_cards(samples: CardProblem, count: int, gap: float, seconds: float, see
     try:
         reason = search.run(begun + seconds, max_nodes=10**12)
     except KeyboardInterrupt:
-        reason = "the search was interrupted"
+        reason = INTERRUPTED
     cards = sorted(best.cards.items(), key=lambda item: (item[1].value, item[0]))
     found = [(np.array(key[0], dtype=np.int64), card) for key, card in cards]
     if not found:  # no column helps
