@@ -111,31 +111,45 @@ class BestCards:
 
     Args:
         count: number of cards.
-        limit: cards with a larger value are of no use, such as the value without any points.
-        gap: a further card must be better than the worst of them by this share.
+        worst: cards with a larger value are of no use, such as the value without any points.
+        gap: further cards are searched for only if they are better than the worst of them by this share.
 
     Attributes:
         cards: by support and points.
-        limit: value that a further card must have at most.
+        worst: value that a further card must have at most to be kept.
     """
 
-    def __init__(self, count: int, limit: float, gap: float = 0.0) -> None:
-        self.count, self.limit, self.gap = count, limit, gap
+    def __init__(self, count: int, worst: float, gap: float = 0.0) -> None:
+        self.count, self.worst, self.gap = count, worst, gap
         self.cards: dict[tuple[tuple[int, ...], tuple[int, ...]], Scorecard] = {}
 
-    def add(self, support: Indices, card: Scorecard) -> None:
-        """Keep a card if it is among the best; points of 0 and common factors do not make another card."""
+    @property
+    def limit(self) -> float:
+        """The value that a card must have at most to be searched for."""
+        return (1 - self.gap) * self.worst if len(self.cards) == self.count else self.worst
+
+    def add(self, support: Indices, card: Scorecard, most_scale: float) -> None:
+        """Keep a card if it is among the best; points of 0 do not make another card.
+
+        Nor does a common factor of the points, unless the scale of the points without it were above the largest.
+
+        Args:
+            support: columns of the card.
+            card: the card.
+            most_scale: the largest scale.
+        """
         used = np.flatnonzero(card.points)
-        if not (used.size and card.scale > 0 and card.value <= self.limit) or math.gcd(*card.points[used].tolist()) > 1:
+        if not (used.size and card.scale > 0 and card.value <= self.worst):
             return
         key = tuple(support[used].tolist()), tuple(card.points[used].tolist())
-        if key in self.cards:
+        factor = math.gcd(*key[1])
+        if key in self.cards or (factor > 1 and factor * card.scale <= most_scale):
             return
         self.cards[key] = Scorecard(card.points[used], card.scale, card.intercept, card.value)
         if len(self.cards) > self.count:
             del self.cards[max(self.cards, key=lambda each: self.cards[each].value)]
         if len(self.cards) == self.count:
-            self.limit = (1 - self.gap) * max(card.value for card in self.cards.values())
+            self.worst = max(card.value for card in self.cards.values())
 
 
 def search_points(
@@ -162,7 +176,10 @@ def search_points(
         node = heapq.heappop(left)
         nodes += 1
         if (node.low == node.high).all():
-            best.add(support, fitted_card(model, node.low))
+            card = fitted_card(model, node.low)
+            best.add(support, card, model.scale)
+            if card.value > best.limit:  # and perhaps better than the worst card at the end
+                dropped = min(dropped, card.value)
             continue
         bound, theta, scale = relaxed(model, node.low, node.high, best.limit)
         bound = max(bound, node.bound)
@@ -170,7 +187,7 @@ def search_points(
             dropped = min(dropped, bound)
             continue
         shares = np.clip(theta / scale, node.low, node.high)
-        best.add(support, fitted_card(model, np.rint(shares).astype(np.int64)))
+        best.add(support, fitted_card(model, np.rint(shares).astype(np.int64)), model.scale)
         distance = np.where(node.low == node.high, -1.0, np.abs(shares - np.rint(shares)))
         chosen = int(np.argmax(distance))
         cut = int(min(math.floor(shares[chosen]), node.high[chosen] - 1))

@@ -91,7 +91,9 @@ class CardSearch(ConvexTree):
         self.inner_nodes = 0
         self._rest: dict[bytes, float] = {}  # lower bounds on further cards of the supports that were searched
         self._search(fit.support[fit.support < samples.X.shape[1]])
-        super().__init__(features.relaxable(fit, self.limit), features.size, features.candidates, features.bounds)
+        # Bounds on coefficients that hold for all cards up to the worst; no other card is looked at.
+        self.ceiling = best.worst
+        super().__init__(features.relaxable(fit, self.ceiling), features.size, features.candidates, features.bounds)
 
     @property
     def limit(self) -> float:
@@ -106,7 +108,7 @@ class CardSearch(ConvexTree):
     @property
     def lower(self) -> float:
         """A lower bound on the value of all cards that are not known."""
-        return self.left
+        return min(self.left, self.ceiling)
 
     def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
         """Points of 0 make smaller supports part of larger ones."""
@@ -161,8 +163,9 @@ def best_cards(samples: CardProblem, count: int, gap: float, seconds: float, see
     features = samples.features(seed)
     empty = refit(features.problem.objective, features.problem.forced)
     best = BestCards(count, empty.value, gap)
-    search = CardSearch(samples, features, features.first_fit(), best, begun + seconds)
+    search = None
     try:
+        search = CardSearch(samples, features, features.first_fit(), best, begun + seconds)
         reason = search.run(begun + seconds, max_nodes=10**12)
     except KeyboardInterrupt:
         reason = INTERRUPTED
@@ -172,4 +175,6 @@ def best_cards(samples: CardProblem, count: int, gap: float, seconds: float, see
         nothing = np.zeros(0, np.int64)
         found = [(nothing, Scorecard(nothing, 0.0, features.problem.objective.split(empty.theta)[1], empty.value))]
     elapsed = time.perf_counter() - begun
-    return CardProof(found, search.lower, search.nodes + search.inner_nodes, elapsed, reason)
+    if search is None:
+        return CardProof(found, 0.0, 0, elapsed, reason)
+    return CardProof(found, max(search.lower, 0.0), search.nodes + search.inner_nodes, elapsed, reason)

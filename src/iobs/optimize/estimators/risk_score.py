@@ -15,7 +15,7 @@ from sklearn.utils import Tags
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from iobs.errors import ProblemError, is_a
+from iobs.errors import ProblemError, is_a, shown
 from iobs.optimize.bounds.scorecards import CardProblem, CardProof, best_cards
 from iobs.optimize.estimators.plots import shown_figure
 from iobs.optimize.objectives.design import Array, Indices, MatrixLike, VectorLike, few_threads
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TOTALS = 15  # most totals of a card that are listed one by one
+_MOST_POINTS = 10**6
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,25 @@ class Card:
         right.set_xlabel("total of points")
         right.set_ylabel(f"risk of {self.label} (%)")
         return figure
+
+
+def _points(name: str, values: int | npt.ArrayLike, sign: int, columns: int) -> Indices:
+    """The least or most points of every column, (columns,).
+
+    Raises:
+        ProblemError: they are not whole numbers of this sign, or not as many.
+    """
+    try:
+        points = np.broadcast_to(np.asarray(values, dtype=np.float64), (columns,))
+    except (TypeError, ValueError):
+        points = np.full(columns, math.nan)
+    if not ((points == np.round(points)) & (sign * points >= 0) & (np.abs(points) <= _MOST_POINTS)).all():
+        side = "at most 0" if sign < 0 else "at least 0"
+        raise ProblemError(
+            f"{name} must be a whole number, or one for each of the {columns} columns, {side} and of at most "
+            f"{_MOST_POINTS:,} points; got {shown(values)}."
+        )
+    return points.astype(np.int64)
 
 
 def _percent(risk: float) -> str:
@@ -154,6 +174,8 @@ class RiskScore(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"{'only one class' if self.classes_.size == 1 else self.classes_.size}."
             )
         weights = np.asarray(_check_sample_weight(sample_weight, features, dtype=np.float64))
+        if (weights < 0).any():
+            raise ProblemError(f"sample_weight must not be negative, got {float(weights.min()):g}.")
         some = weights > 0
         if np.unique(numbers[some]).size != 2:
             raise ProblemError("All samples of a class have the weight 0; RiskScore needs both classes.")
@@ -172,20 +194,16 @@ class RiskScore(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ProblemError(f"ridge must be finite and not negative, got {self.ridge!r}.")
         if not (is_a(Real, self.scale) and self.scale > 0 and math.isfinite(self.scale)):
             raise ProblemError(f"scale must be positive and finite, got {self.scale!r}.")
-        if not (self.gap >= 0 and self.seconds >= 0):
-            raise ProblemError(f"gap and seconds must not be negative, got {self.gap} and {self.seconds}.")
-        low, high = (np.broadcast_to(np.asarray(values), X.shape[1:]) for values in (self.lower, self.upper))
-        if (
-            not (low <= 0).all()
-            or not (high >= 0).all()
-            or (low != np.round(low)).any()
-            or (high != np.round(high)).any()
-        ):
-            raise ProblemError("lower and upper must be whole numbers, lower at most 0 and upper at least 0.")
-        k = min(self.k, X.shape[1])
+        if not (is_a(Real, self.gap, self.seconds) and self.gap >= 0 and self.seconds >= 0):
+            raise ProblemError(
+                f"gap and seconds must be numbers of at least 0, got {shown(self.gap)} and {shown(self.seconds)}."
+            )
+        low, high = _points("lower", self.lower, -1, X.shape[1]), _points("upper", self.upper, 1, X.shape[1])
+        varies = np.ptp(X, axis=0) > 0  # the points of a constant column are part of the intercept, without its ridge
         return CardProblem(
-            X, labels, weights, float(self.ridge), k, low.astype(np.int64), high.astype(np.int64), float(self.scale)
-        )
+            X, labels, weights, float(self.ridge), min(self.k, X.shape[1]), low * varies, high * varies,
+            float(self.scale),
+        )  # fmt: skip
 
     def _keep(self, X: Array, proof: CardProof) -> None:
         names = getattr(self, "feature_names_in_", None)
@@ -205,7 +223,9 @@ class RiskScore(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         missing = max(0.0, self.card_.loss - proof.lower) / max(abs(self.card_.loss), 1e-300)
         self.gap_ = missing if missing > 1e-9 else 0.0
         self.complete_ = not proof.reason and self.gap == 0
-        what = "proved to be the best" if self.gap_ == 0 else f"at most {self.gap_:.2%} above the best"
+        what = (
+            "proved to be the best" if self.gap_ == 0 else f"not proved: the best loss is at most {self.gap_:.2%} lower"
+        )
         count = "the card is" if len(self.cards_) == 1 else f"{len(self.cards_)} cards, the first"
         ended = f"; {proof.reason}" if proof.reason else ""
         self.message_ = f"{count} {what} ({proof.nodes:,} nodes, {proof.seconds:.2f} s{ended})"
