@@ -200,6 +200,93 @@ def test_the_exact_method_finds_and_proves_the_best_support(limit, rng):
     assert "a global minimiser" in result.message
 
 
+@pytest.mark.parametrize("family", ["least squares", "logistic", "poisson"])
+def test_two_equal_columns_within_bounds_reach_twice_as_far(family, rng):
+    X = rng.standard_normal((40, 4))
+    X[:, 1] = X[:, 0]
+    objective = _objective(family, X, 2 * X[:, 0], rng, {"ridge": 0.0})
+    found = iobs.certify(objective, 2, gap=0.0, lower=-0.3, upper=0.3)
+    assert found.upper == pytest.approx(_best(objective, 2, 0.3), rel=1e-9)
+    assert found.fit.support.tolist() == [0, 1]
+    assert found.closed
+
+
+@pytest.mark.parametrize("family", ["least squares", "logistic", "cox"])
+def test_of_equal_columns_one_without_ridge_stays(family, rng):
+    X = rng.standard_normal((40, 4))
+    X[:, 1] = X[:, 0]
+    objective = _objective(family, X, X[:, 0], rng, {"ridge": np.array([20.0, 0.0, 0.0, 0.0])})
+    for k in (1, 2):
+        found = iobs.certify(objective, k, gap=0.0)
+        assert found.closed
+        assert found.upper == pytest.approx(_best(objective, k, None), rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["logistic", "poisson", "cox", "gamma"])
+def test_equal_columns_without_ridge_are_proved_by_one_of_them(family, rng):
+    X = rng.standard_normal((80, 4))
+    X[:, 3] = -2 * X[:, 1]
+    objective = _objective(family, X, X[:, 0] - X[:, 1], rng, {"ridge": 0.0, "intercept": True})
+    found = iobs.certify(objective, 2, gap=0.0)
+    assert found.closed
+    assert found.upper == pytest.approx(_best(objective, 2, None), rel=1e-9)
+    known = refit(objective, np.union1d([0, 3], objective.forced).astype(np.int64))
+    assert iobs.certify(objective, 2, fit=known).closed
+    with pytest.raises(ProblemError, match="coefficient 3 is a multiple of another one"):
+        iobs.rashomon_set(objective, 2)
+
+
+def test_no_proof_by_an_allowance_for_rounding_that_exceeds_the_gap(rng):
+    X = rng.standard_normal((60, 6)) * 10.0 ** np.array([-6, -3, 0, 2, 4, 6])
+    labels = np.digitize(X[:, 0] * 1e6 + rng.standard_normal(60), [-0.5, 0.5])
+    objective = Multinomial(X, labels, 3, ridge=1e-3)
+    worst = refit(objective, np.union1d(np.arange(9, 18), objective.forced).astype(np.int64))
+    best = _best(objective, 3, None)
+    for nodes in (1, 2, 4, 8, 1000):
+        found = iobs.certify(objective, 3, gap=0.0, max_nodes=nodes, fit=worst)
+        assert found.lower - found.margin <= best
+        assert not found.closed or found.upper <= best * (1 + 1e-6)
+        assert not (found.closed and "limit" in found.reason)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e10])
+def test_the_unit_of_the_loss_changes_no_tree(unit, rng):
+    X = rng.standard_normal((30, 4))
+    labels = 2 * X[:, 0] + rng.logistic(size=30) > 0
+    objective = Logistic(X, labels, ridge=unit, sample_weight=np.full(30, unit), intercept=True)
+    found = iobs.rashomon_set(objective, 4, gap=0.9, at_most=True, seconds=10)
+    assert found.complete
+    assert found.nodes < 32
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_gap_of_zero_is_closed_once_no_node_is_left(seed):
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((40, 4))
+    found = iobs.certify(_objective("poisson", X, 0.5 * X[:, 0], rng, {"ridge": 0.0, "intercept": True}), 2, gap=0.0)
+    assert found.gap == 0
+    assert "a global minimiser" in found.message
+
+
+def test_without_time_or_nodes_nothing_is_proved_yet(rng):
+    X = rng.standard_normal((40, 6))
+    objective = _objective("logistic", X, X[:, 0], rng, {"ridge": 1.0})
+    found = iobs.certify(objective, 2, max_nodes=0)
+    assert not found.closed
+    assert "nothing is proved yet" in found.message
+
+
+@pytest.mark.parametrize("family", ["logistic", "cox", "least squares"])
+def test_forced_columns_alone_leave_nothing_to_choose(family, rng):
+    X = rng.standard_normal((40, 2))
+    objective = _objective(family, X, X[:, 0], rng, {"ridge": 0.0, "forced": [0, 1]})
+    for limits in ({}, {"lower": -0.1, "upper": 0.1}):
+        found = iobs.certify(objective, 0, gap=0.0, **limits)
+        assert found.closed
+        assert found.fit.support.tolist() == [0, 1]
+        assert len(iobs.rashomon_set(objective, 0, **limits)) == 1
+
+
 def test_an_interruption_gives_the_gap_so_far(rng, monkeypatch):
     X = rng.standard_normal((60, 60)) + rng.standard_normal((60, 1))
     objective = _objective("logistic", X, X[:, :8].sum(axis=1), rng, {"ridge": 0.1})

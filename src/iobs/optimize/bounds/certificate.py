@@ -60,6 +60,17 @@ def relative_gap(lower: float, upper: float) -> float:
     return max(0.0, upper - lower) / max(abs(upper), 1e-300)
 
 
+def negligible(upper: float, start: float, gap: float = 0.0) -> float:
+    """The largest allowance for rounding with which a proof of a relative gap still says something.
+
+    Args:
+        upper: the best known value.
+        start: f(0), which rounding is relative to where the best value is about 0.
+        gap: the relative gap.
+    """
+    return max(max(gap, 1e-6) * abs(upper), 1e-9 * abs(start))
+
+
 def summarised(
     lower: float, fit: Fit, start: float, limits: ProofLimits, nodes: int, margin: float, reason: str, *, complete: bool
 ) -> Certificate:
@@ -68,13 +79,13 @@ def summarised(
     gap = relative_gap(lower, upper)
     closed = gap <= limits.gap
     explained = max(0.0, upper - lower) / max(abs(start - upper), 1e-300)
-    if closed and (complete or lower >= upper - margin):
+    if closed and (complete or lower >= upper - min(margin, negligible(upper, start))):
         what = "a global minimiser"
     elif closed:
         what = f"within {gap:.2g} of the best value possible"
     elif np.isfinite(lower):
         what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
     else:
-        what = f"no bound: f may be unbounded below where the Hessian is singular; at most {upper:.6g}"
+        what = f"nothing is proved yet; at most {upper:.6g}"
     message = f"{what} ({nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e}): {reason}"
     return Certificate(lower, upper, gap, explained, fit, nodes, seconds, closed, margin, message, reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, summarised
+from iobs.optimize.bounds.certificate import Certificate, ProofLimits, negligible, relative_gap, summarised
 from iobs.optimize.bounds.convex_tree import ConvexTree
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.bounds.reach import reached
@@ -30,6 +30,7 @@ from iobs.optimize.search.groups import CoordinateGroups, group_path
 
 INTERRUPTED = "the search was interrupted"
 
+_SETTLED = 2e-9  # relative difference of the bound and the value of a support that is fitted
 _COPIED = 1 << 25  # most entries of a design that is copied, column by column
 _REPORT = 0.5  # seconds between two reports of progress
 
@@ -114,7 +115,6 @@ class FeatureProblem:
             ProblemError: the data do not bound a coefficient without ridge and bounds.
         """
         objective = self.problem.objective
-        everything = np.arange(objective.dimension)
         ridge = getattr(objective, "ridge", np.zeros(objective.dimension))
         infinite = np.full(objective.dimension, np.inf)
         bounds = Bounds(-infinite, infinite) if self.bounds is None else self.bounds
@@ -122,7 +122,9 @@ class FeatureProblem:
         if isinstance(form, QuadraticObjective):
             ridge = ridge + separable_part(form.matrix - np.diag(ridge))
         convex = SparseConvex(form, self.owner, ridge, bounds.lower, bounds.upper)
-        return reached(convex, self.size, self.candidates, fit.theta[everything], ceiling)
+        excluded = convex.coordinates(~self.candidates)  # a copy without ridge would have infinite costs
+        convex = convex.within(np.flatnonzero(excluded), 0.0, 0.0)
+        return reached(convex, self.size, self.candidates, np.where(excluded, 0.0, fit.theta), ceiling)
 
     def first_fit(self) -> Fit:
         """The best fit that the search without proof finds."""
@@ -219,7 +221,7 @@ def certify_convex(
     Raises:
         ProblemError: as `FeatureProblem`.
     """
-    features = FeatureProblem.of(problem.without_copies(bounded=bounds is not None), bounds)
+    features = FeatureProblem.of(problem.without_copies() if bounds is None else problem, bounds)
     fit = features.first_fit() if fit is None else fit
     search = CertificateSearch(features, fit, limits, on_progress)
     try:
@@ -227,9 +229,14 @@ def certify_convex(
     except KeyboardInterrupt:
         reason = INTERRUPTED
     best = _on_given(problem.objective, search.best, features.bounds)
-    lower = min(search.lower + search.margin, best.value)
+    start = problem.at_zero[0]
+    # The bounds have their margins subtracted. Values that are equal up to rounding close a tree without open nodes.
+    rounding = search.margin + _SETTLED * abs(best.value)
+    if reason or rounding > negligible(best.value, start, limits.gap):
+        rounding = 0.0
+    lower = min(search.lower + rounding, best.value)
     return summarised(
-        lower, best, problem.at_zero[0], limits, search.nodes, search.margin,
+        lower, best, start, limits, search.nodes, max(search.margin, rounding),
         reason or "no part of the search tree is left", complete=False,
     )  # fmt: skip
 

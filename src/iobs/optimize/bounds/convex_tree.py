@@ -160,14 +160,14 @@ class ConvexTree(ABC):
         while True:
             support = self.decided(used, free)
             if support is not None:
-                if support.size:
+                if support.size == self.problem.features:
                     self._decide(support, start)
                 return []
             if relaxed is not None:
                 break
             room = self.most - int(used.sum())
             excluded = ~(used | free)
-            start[excluded[self.problem.owner] & ~self.problem.always] = 0.0
+            start[self.problem.coordinates(excluded)] = 0.0
             relaxed = self.problem.relax(used, free, room, start, node.price, self.limit)
             self.margin = max(self.margin, relaxed.tangent.margin)
             start, bound = relaxed.theta, max(bound, relaxed.bound)
@@ -204,9 +204,11 @@ class ConvexTree(ABC):
         """The two nodes that differ by the use of one feature."""
         shares = np.where(free, relaxed.shares, -1.0)
         between = np.minimum(shares, 1.0 - shares)
-        chosen = (
-            int(np.argmax(between)) if between.max() > 1e-3 else int(np.argmax(shares + 1e-9 * relaxed.tangent.costs))
-        )
+        if between.max() > 1e-3:
+            chosen = int(np.argmax(between))
+        else:  # among equal shares the costs, of any size, decide
+            places = np.flatnonzero(free)
+            chosen = int(places[np.lexsort((relaxed.tangent.costs[places], shares[places]))[-1]])
         children = []
         for use in (False, True):
             now_used, now_free = used.copy(), free.copy()
@@ -237,7 +239,7 @@ class ConvexTree(ABC):
             return
         if len(self._seen) < _SEEN:
             self._seen.add(key)
-        start = np.where(used[self.problem.owner] | self.problem.always, start, 0.0)
+        start = np.where(self.problem.coordinates(used) | self.problem.always, start, 0.0)
         relaxed = self.problem.relax(
             used, nothing, 0, start, 0.0, self.limit
         )  # stops once its bound is above the limit
@@ -246,7 +248,7 @@ class ConvexTree(ABC):
 
     def fitted(self, used: Booleans, start: Array) -> Fit:
         """The fit of the support of some features."""
-        support = np.flatnonzero(used[self.problem.owner] | self.problem.always).astype(np.int64)
+        support = np.flatnonzero(self.problem.coordinates(used) | self.problem.always).astype(np.int64)
         return refit(self.problem.objective, support, start, bounds=self._bounds)
 
     def _decide(self, used: Booleans, start: Array) -> None:

@@ -168,6 +168,10 @@ class SparseConvex:
             costs = np.where(np.isinf(best), np.inf, -slope * best - 0.5 * self.ridge * best**2)
         return costs, np.where(np.isinf(best), 0.0, best)
 
+    def coordinates(self, features: Booleans) -> Booleans:
+        """The coordinates of some features (p,), without those that are always used (d,)."""
+        return np.asarray(np.append(features, False)[self.owner])  # the owner -1 takes the last entry
+
     def by_feature(self, values: Array) -> Array:
         """Sums over the coordinates of every feature (p,)."""
         inside = ~self.always
@@ -190,8 +194,8 @@ class SparseConvex:
             theta = np.zeros_like(start)
             value, gradient = objective.value_and_gradient(theta)
         best: tuple[float, Tangent] | None = None
-        limited = free[self.owner] & ~self.always
-        held = (used[self.owner] & ~self.always) | self.always
+        limited = self.coordinates(free)
+        held = self.coordinates(used) | self.always
         price = max(price, 0.0) if free.sum() > room else 0.0
         relaxed = np.inf
         for step in range(_STEPS):
@@ -250,7 +254,7 @@ class SparseConvex:
         chosen = np.zeros(self.features, dtype=np.bool_)
         chosen[order] = True
         chosen[self.owner[(theta != 0) & limited]] = True
-        return np.flatnonzero(held | (limited & chosen[self.owner])).astype(np.int64)
+        return np.flatnonzero(held | (limited & self.coordinates(chosen))).astype(np.int64)
 
     def _starts(self, working: Indices) -> Indices:
         """The beginnings of the blocks of a working set: of every feature, and of every coordinate without one."""

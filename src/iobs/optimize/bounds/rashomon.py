@@ -237,6 +237,7 @@ def rashomon_set(
     begun = time.perf_counter()
     if not objective.quadratic or isinstance(objective, Tabled) or bounds is not None:
         limited = None if bounds is None else bounds.extended(objective.dimension)
+        _require_distinct(problem, bounded=bounds is not None)
         features_problem = FeatureProblem.of(problem, limited)
         search = NearOptimalSearch(
             features_problem, features_problem.first_fit(), gap, _EQUAL, at_most=at_most, max_members=max_members
@@ -247,6 +248,17 @@ def rashomon_set(
     tree = RashomonTree(QuadraticArrays(problem), first.value, gap, at_most)
     reason = tree.run(begun + seconds, max_members)
     return _result(tree, reason, begun, max_members)
+
+
+def _require_distinct(problem: Problem, *, bounded: bool) -> None:
+    """Refuse equal columns, of which nothing bounds the coefficients together."""
+    copies = np.zeros(0, np.int64) if bounded else problem.objective.copied_coordinates(penalised=False)
+    copies = copies[problem.candidates[copies]]
+    if copies.size:
+        raise ProblemError(
+            f"The column of coefficient {copies[0]} is a multiple of another one, and nothing bounds the coefficients "
+            f"of both together ({copies.size} such columns). Give a ridge, or bounds, or leave these columns out."
+        )
 
 
 class RashomonTree(SupportTree):

@@ -54,7 +54,7 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
     Raises:
         ProblemError: the data do not bound such a coordinate.
     """
-    allowed = problem.always | candidates[problem.owner]
+    allowed = problem.always | problem.coordinates(candidates)
     unbounded = (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
     weak = (problem.ridge < _WEAK * problem.objective.hessian_diagonal(start)) & allowed
     without = unbounded & (problem.ridge == 0)

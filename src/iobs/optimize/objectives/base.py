@@ -77,12 +77,11 @@ class Objective(Protocol):
         """Coordinates that f does not depend on, such as zero columns; they never enter a support."""
         return np.zeros(0, np.int64)
 
-    def copied_coordinates(self, *, penalised: bool = True, bounded: bool = False) -> Indices:
-        """Coordinates whose column is a multiple of another one: a support needs one of them.
+    def copied_coordinates(self, *, penalised: bool = True) -> Indices:
+        """Coordinates whose column is a multiple of another one: a support needs one of them, where nothing bounds it.
 
         Args:
-            penalised: also those with a ridge, of which two are better than one.
-            bounded: only copies with the factor 1, since bounds tell multiples apart.
+            penalised: also where either has a ridge: two are then better than one.
         """
         return np.zeros(0, np.int64)
 
@@ -149,11 +148,17 @@ class DesignObjective(Objective, Protocol):
         return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)
 
     @cached_property
-    def _copies(self) -> Array:
-        """Factors of the columns that are multiples of others (d,)."""
-        return copies_of_columns(self.design, self.squares, self.forced if self.outputs == 1 else self.forced[:0])
+    def _copies(self) -> Indices:
+        """`copies_of_columns`; of equal columns a forced one stays, else one with the least ridge."""
+        order = self.ridge.reshape(-1, self.outputs).max(axis=1)
+        if self.outputs == 1:
+            order[self.forced] = -1.0
+        return copies_of_columns(self.design, self.squares, order)
 
-    def copied_coordinates(self, *, penalised: bool = True, bounded: bool = False) -> Indices:
+    def copied_coordinates(self, *, penalised: bool = True) -> Indices:
         """Coordinates whose column is a multiple of another one, with all coordinates of the column."""
-        copies = np.repeat(np.abs(self._copies - 1) < 1e-9 if bounded else self._copies != 0, self.outputs)
-        return np.flatnonzero(copies if penalised else copies & (self.ridge == 0)).astype(np.int64)
+        ridge = self.ridge.reshape(-1, self.outputs).max(axis=1)
+        copies = self._copies >= 0
+        if not penalised:
+            copies &= (ridge == 0) & (ridge[self._copies] == 0)
+        return np.flatnonzero(np.repeat(copies, self.outputs)).astype(np.int64)

@@ -406,37 +406,38 @@ def weights_of(sample_weight: VectorLike, n: int, name: str = "sample weights") 
 _SAME, _SAME_SINGLE = 1e-12, 1e-5  # relative difference up to which centred columns are equal, by their dtype
 
 
-def copies_of_columns(design: Design, squares: Array, forced: Indices) -> Array:
-    """The factor of every column that is a multiple of another one, 0 for all that stay; (d,).
+def copies_of_columns(design: Design, squares: Array, order: Array) -> Indices:
+    """For every column that is a multiple of one that stays the number of that, -1 for all that stay; (d,).
 
-    Of equal columns a forced one stays, otherwise the first. Columns of zeros are no copies.
+    Columns of zeros are no copies.
 
     Args:
         design: X (n, d).
         squares: sums of squares of its columns (d,), of any weights.
-        forced: columns that are always in the support.
+        order: of equal columns the one of the least number stays, the first of several (d,).
     """
-    factors, usable = np.zeros(design.shape[1]), np.flatnonzero(squares > 0)
+    origins = np.full(design.shape[1], -1, dtype=np.int64)
+    usable = np.flatnonzero(squares > 0)
     shadow = np.random.default_rng(0).standard_normal(design.shape[0])
     length = np.abs(design.rmatvec(shadow)[usable]) / np.sqrt(squares[usable])  # of multiples equal
-    order = np.argsort(length, kind="stable")
+    by_length = np.argsort(length, kind="stable")
     stored = design.inner if isinstance(design, CentredDesign) else design
     tolerance = _SAME_SINGLE if str(stored.matrix.dtype).endswith("float32") else _SAME  # type: ignore[attr-defined]
-    apart = np.diff(length[order]) > 1e3 * tolerance * length[order][1:]
-    for likely in np.split(usable[order], np.flatnonzero(apart) + 1):
+    apart = np.diff(length[by_length]) > 1e3 * tolerance * length[by_length][1:]
+    for likely in np.split(usable[by_length], np.flatnonzero(apart) + 1):
         if likely.size < 2:
             continue
-        members = np.concatenate([np.intersect1d(likely, forced), np.setdiff1d(likely, forced)]).astype(np.int64)
-        firsts: list[Array] = []
+        members = likely[np.lexsort((likely, order[likely]))]
+        firsts: list[tuple[int, Array]] = []
         for member, column in zip(members, design.columns(members).T, strict=True):
-            for first in firsts:
+            for number, first in firsts:
                 factor = float(first @ column) / float(first @ first)
                 if np.abs(column - factor * first).max() <= tolerance * np.abs(column).max():
-                    factors[member] = factor
+                    origins[member] = number
                     break
             else:
-                firsts.append(column)
-    return factors
+                firsts.append((member, column))
+    return origins
 
 
 def weighted_rows(weights: Array) -> Indices | None:

@@ -167,7 +167,6 @@ def bounded_path(
     fit: Fit | None = None
     for size in sizes:
         problem = Problem(objective, size, rng=np.random.default_rng(seed))
-        problem = problem.without_copies(penalised=True, bounded=True)
         search = BoundedSearch(problem if gram is None else replace(problem, objective=gram), bounds)
         fit = search.improved(search.extended(search.fitted(problem.forced) if fit is None else fit))
         fitted = _on_data(objective, fit, bounds)
