@@ -149,16 +149,16 @@ class DesignObjective(Objective, Protocol):
 
     @cached_property
     def _copies(self) -> Indices:
-        """`copies_of_columns`; of equal columns a forced one stays, else one with the least ridge."""
-        order = self.ridge.reshape(-1, self.outputs).max(axis=1)
+        """`copies_of_columns`; of equal columns a forced one stays, else one without ridge."""
+        order = (self.ridge.reshape(-1, self.outputs) > 0).any(axis=1).astype(np.float64)
         if self.outputs == 1:
             order[self.forced] = -1.0
         return copies_of_columns(self.design, self.squares, order)
 
     def copied_coordinates(self, *, penalised: bool = True) -> Indices:
         """Coordinates whose column is a multiple of another one, with all coordinates of the column."""
-        ridge = self.ridge.reshape(-1, self.outputs).max(axis=1)
         copies = self._copies >= 0
         if not penalised:
-            copies &= (ridge == 0) & (ridge[self._copies] == 0)
+            ridgeless = (self.ridge.reshape(-1, self.outputs) == 0).all(axis=1)
+            copies &= ridgeless & ridgeless[self._copies]
         return np.flatnonzero(np.repeat(copies, self.outputs)).astype(np.int64)
