@@ -150,7 +150,7 @@ class DesignObjective(Objective, Protocol):
     @cached_property
     def _copies(self) -> Indices:
         """`copies_of_columns`; of equal columns a forced one stays, else one without ridge."""
-        order = (self.ridge.reshape(-1, self.outputs) > 0).any(axis=1).astype(np.float64)
+        order = np.where((self.ridge.reshape(-1, self.outputs) > 0).any(axis=1), 1.0, 0.0)
         if self.outputs == 1:
             order[self.forced] = -1.0
         return copies_of_columns(self.design, self.squares, order)
