@@ -10,6 +10,8 @@ import pytest
 
 import iobs
 from iobs.errors import ProblemError
+from iobs.optimize.bounds import reach
+from iobs.optimize.bounds.branch_and_bound import CertificateTree
 from iobs.optimize.bounds.certificate import ProofLimits
 from iobs.optimize.bounds.convex import CertificateSearch, FeatureProblem
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie, from_torch
@@ -308,6 +310,102 @@ def test_an_interruption_gives_the_gap_so_far(rng, monkeypatch):
     assert "interrupted" in found.message
     assert found.lower < found.upper
     assert "open" in seen[-1]
+
+
+_STEPS = {
+    "first fit": "iobs.optimize.bounds.convex.auto.stages",
+    "bounds": "iobs.optimize.bounds.convex.reached",
+}
+
+
+@pytest.mark.parametrize("step", _STEPS)
+def test_an_interruption_before_the_first_node_proves_nothing(step, rng, monkeypatch):
+    X = rng.standard_normal((60, 8))
+    objective = _objective("logistic", X, X[:, 0], rng, {"ridge": 0.1, "intercept": True})
+    iobs.certify(objective, 2, max_nodes=1)  # compiled
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_STEPS[step], stop)
+    found = iobs.certify(objective, 2)
+    assert not found.closed
+    assert "nothing is proved yet" in found.message
+    assert found.reason == "the search was interrupted"
+    assert (found.fit.support.size == 3) == (step == "bounds")
+    if step == "bounds":
+        near = iobs.rashomon_set(objective, 2)
+        assert len(near) == 1
+        assert not near.complete
+        assert "nothing is proved" in near.message
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+def test_an_interrupted_tree_of_a_quadratic_keeps_its_bound(nodes, rng, monkeypatch):
+    X = rng.standard_normal((60, 20)) + rng.standard_normal((60, 1))
+    objective = _objective("least squares", X, 0.1 * X[:, :6].sum(axis=1), rng, {})
+    split = CertificateTree._split
+
+    def interrupted(tree, *node):
+        if tree.nodes > nodes:
+            raise KeyboardInterrupt
+        return split(tree, *node)
+
+    monkeypatch.setattr(CertificateTree, "_split", interrupted)
+    found = iobs.certify(objective, 5, gap=0.0)
+    assert found.reason == "the search was interrupted"
+    assert not found.closed
+    assert found.lower <= found.upper
+    assert np.isfinite(found.lower)
+
+
+def test_a_weak_ridge_gets_no_bounds_where_they_take_longer_than_the_limit(rng, monkeypatch):
+    X = rng.standard_normal((400, 40))
+    objective = _objective("logistic", X, X[:, 0], rng, {"ridge": 0.1, "intercept": True})
+    from_data, bounded_sides = reach._one_side, []
+
+    def slow(*arguments):
+        bounded_sides.append(arguments[3])
+        time.sleep(0.02)
+        return from_data(*arguments)
+
+    monkeypatch.setattr(reach, "_one_side", slow)
+    found = iobs.certify(objective, 4, seconds=0.4, gap=0.0)
+    assert np.isfinite(found.lower)
+    assert len(bounded_sides) < 20  # of 2 x 41 for all
+    unpenalised = _objective("logistic", X, X[:, 0], rng, {"ridge": 0.0})
+    found = iobs.certify(unpenalised, 4, seconds=0.4, gap=0.0)
+    assert found.reason == "the time limit was reached"
+    assert "nothing is proved yet" in found.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gap": "small"}, "gap must be a number"),
+        ({"seconds": None}, "seconds must be a number"),
+        ({"lower": "a"}, "lower bounds must be numbers"),
+        ({"max_members": 2.5}, "max_members must be an integer"),
+        ({"gap": np.inf}, "gap must be finite"),
+    ],
+)
+def test_settings_of_another_type_are_refused(arguments, message, rng):
+    X = rng.standard_normal((20, 3))
+    objective = Logistic(X, X[:, 0] > 0, ridge=1.0)
+    with pytest.raises(ProblemError, match=message):
+        iobs.rashomon_set(objective, 2, **arguments)
+    if "max_members" not in arguments and arguments.get("gap") != np.inf:
+        with pytest.raises(ProblemError, match=message):
+            iobs.certify(objective, 2, **arguments)
+    for function in (iobs.certify, iobs.rashomon_set, iobs.minimize):
+        with pytest.raises(ProblemError, match="The objective must be one of"):
+            function(X, 2)
+
+
+def test_no_certificate_for_the_false_of_numpy(rng):
+    X = rng.standard_normal((30, 3))
+    estimator = iobs.SparseClassifier(2, certify=np.False_).fit(X, X[:, 0] > rng.standard_normal(30))
+    assert not hasattr(estimator, "certificate_")
 
 
 def test_a_search_goes_on_where_it_stopped_and_depth_first_without_memory(rng, monkeypatch):

@@ -25,15 +25,17 @@ needs a ridge, bounds or a definite Hessian. Where a quadratic has none of these
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, summarised
+from iobs.optimize.bounds.certificate import Certificate, ProofLimits, relative_gap, require_limits, summarised
 from iobs.optimize.bounds.components import screened
-from iobs.optimize.bounds.convex import INTERRUPTED, Progress, certify_convex
+from iobs.optimize.bounds.convex import INTERRUPTED, Progress, certify_convex, compile_proofs, unproved
+from iobs.optimize.bounds.convex_tree import OUT_OF_TIME
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
@@ -97,8 +99,7 @@ def certify(
             limit is negative or NaN; `fit` is not a `Fit` of at most k coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
-    if not (gap >= 0 and seconds >= 0 and max_nodes >= 0):
-        raise ProblemError(f"gap, seconds and max_nodes must not be negative, got {gap}, {seconds} and {max_nodes}.")
+    require_limits(gap=gap, seconds=seconds, max_nodes=max_nodes)
     objective = as_objective(objective)
     features = objective.split(np.zeros(objective.dimension))[0].size
     bounds = Bounds.of(lower, upper, features)
@@ -108,6 +109,8 @@ def certify(
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     if fit is None:
         auto.compile_stages(objective)
+    if general:
+        compile_proofs()
     begun = time.perf_counter()
     if not isinstance(fit, Fit | None):
         raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
@@ -118,31 +121,57 @@ def certify(
     if general:
         limited = None if bounds is None else bounds.extended(objective.dimension)
         return certify_convex(problem, limited, fit, limits, on_progress)
-    if fit is None:
-        fit = list(auto.stages(problem))[-1].fit
+    known: Certificate | None = None
+    try:
+        for certificate in _proofs(problem, fit, limits, on_progress):
+            known = certificate
+    except KeyboardInterrupt:
+        known = unproved(problem, None, fit, limits, INTERRUPTED) if known is None else known
+        start = problem.at_zero[0]
+        return summarised(known.lower, known.fit, start, limits, known.nodes, known.margin, INTERRUPTED, complete=False)
+    assert known is not None
+    return known
+
+
+def _proofs(
+    problem: Problem, fit: Fit | None, limits: ProofLimits, on_progress: Progress | None
+) -> Iterator[Certificate]:
+    """The certificates of a quadratic without bounds after each step of its proof; the last one is the result."""
+    objective = problem.objective
+    for stage in auto.stages(problem) if fit is None else ():
+        fit = stage.fit
+        yield unproved(problem, None, fit, limits, OUT_OF_TIME)
+        if limits.elapsed() > 0.5 * limits.seconds:
+            break
+    assert fit is not None
     if objective.dimension > DENSE_LIMIT:
-        return _certify_screened(problem, fit, limits)
+        yield _certify_screened(problem, fit, limits)
+        return
     tree = CertificateTree(QuadraticArrays(problem), fit, limits)
     tree.begin()
     if tree.singular:
         tree.enumerate_all()
-    certificate = tree.run(min(_FIRST_SHARE, _FIRST_SECONDS / max(seconds, 1e-9)))
-    if certificate.closed or problem.size == 0 or not np.isfinite(certificate.lower):
-        return certificate
+    certificate = tree.run(min(_FIRST_SHARE, _FIRST_SECONDS / max(limits.seconds, 1e-9)))
+    yield certificate
+    if certificate.closed or problem.size == 0 or not np.isfinite(certificate.lower) or tree.reason == INTERRUPTED:
+        return
     if not tree.singular and tree.enumerate_all():
-        return tree.run(1.0)
+        yield tree.run(1.0)
+        return
     penalised = isinstance(objective, LeastSquares) and bool(objective.ridge.all())
     relaxed = _certify_relaxed(problem, certificate, limits, 1.0 if penalised else _RELAXED_SHARE, on_progress)
     if relaxed is not None:
+        yield relaxed
         if penalised or relaxed.closed or relaxed.reason == INTERRUPTED:
-            return relaxed
+            return
         tree.take(relaxed)
-    certificate = tree.run(min(1.0, limits.elapsed() / max(seconds, 1e-9) + _FIRST_SHARE))
-    if certificate.closed:
-        return certificate
-    lower, margin = _bound_in_boxes(tree.quadratic, certificate, begun + 0.9 * seconds)
+    certificate = tree.run(min(1.0, limits.elapsed() / max(limits.seconds, 1e-9) + _FIRST_SHARE))
+    yield certificate
+    if certificate.closed or tree.reason == INTERRUPTED:
+        return
+    lower, margin = _bound_in_boxes(tree.quadratic, certificate, limits.begun + 0.9 * limits.seconds)
     tree.raise_bound(lower, margin)
-    return tree.run(1.0)
+    yield tree.run(1.0)
 
 
 def _certify_relaxed(
@@ -234,7 +263,7 @@ class CertificateTree(SupportTree):
         return self.best.value + self.margin
 
     def begin(self) -> None:
-        """Branch on the root; where the Hessian is singular, put a tied root on the heap."""
+        """Put the root on the heap, a tied one where the Hessian is singular."""
         if not self.quadratic.usable.size:
             self.lower, self.reason = self.quadratic.start, "there is nothing to choose"
             return
@@ -242,10 +271,8 @@ class CertificateTree(SupportTree):
         self.singular = root is None or root.tied
         if root is None:
             self.reason = "f may be unbounded below where the Hessian is singular"
-        elif root.tied:
-            self._push(root.value, root)
         else:
-            self._branch(root)
+            self._push(root.value, root)
 
     def enumerate_all(self) -> bool:
         """Try every support if that fits in the limits; return whether it was done."""
@@ -285,7 +312,12 @@ class CertificateTree(SupportTree):
                 return self.certificate(self._proved(), f"the time limit of {self.limits.seconds:g} s was reached")
             if self.nodes >= self.limits.max_nodes:
                 return self.certificate(self._proved(), f"the limit of {self.limits.max_nodes:,} nodes was reached")
-            self._branch(self._pop())
+            proved = self._proved()
+            try:
+                self._branch(self._pop())
+            except KeyboardInterrupt:  # the node at hand is lost, so that the search cannot go on
+                self.lower, self.reason = proved, INTERRUPTED
+                return self.certificate(proved)
         ended = "the bound is close enough to the best value" if heap else "no part of the search tree is left"
         return self.certificate(self._proved(), ended)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from numbers import Real
 
 import numpy as np
 
+from iobs.errors import ProblemError, is_a, shown
 from iobs.optimize.refit.newton import Fit
 
 
@@ -50,9 +52,25 @@ class ProofLimits:
     seconds: float
     max_nodes: int
 
+    @property
+    def deadline(self) -> float:
+        """The end of the time, on `time.perf_counter`."""
+        return self.begun + self.seconds
+
     def elapsed(self) -> float:
         """Seconds since the begin."""
         return time.perf_counter() - self.begun
+
+
+def require_limits(**limits: float) -> None:
+    """Check limits of a search by their names.
+
+    Raises:
+        ProblemError: a limit is not a number, negative or NaN.
+    """
+    for name, limit in limits.items():
+        if not is_a(Real, limit) or not limit >= 0:
+            raise ProblemError(f"{name} must be a number and must not be negative, got {shown(limit)}.")
 
 
 def relative_gap(lower: float, upper: float) -> float:

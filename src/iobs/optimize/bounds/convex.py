@@ -6,20 +6,23 @@ ridge or bounds. Where it has neither, bounds on it follow from the data and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from iobs.errors import ProblemError
 from iobs.optimize.bounds.certificate import Certificate, ProofLimits, negligible, relative_gap, summarised
-from iobs.optimize.bounds.convex_tree import ConvexTree
+from iobs.optimize.bounds.convex_tree import OUT_OF_TIME, ConvexTree
 from iobs.optimize.bounds.perspective import SparseConvex
-from iobs.optimize.bounds.reach import reached
+from iobs.optimize.bounds.reach import OutOfTimeError, reached
 from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array, Booleans, Indices
+from iobs.optimize.objectives.families import Logistic
 from iobs.optimize.objectives.linear import LinearModel
 from iobs.optimize.objectives.tabled import Tabled
 from iobs.optimize.problem import DENSE_LIMIT, Problem
@@ -104,15 +107,17 @@ class FeatureProblem:
         size = min(problem.k, int(candidates.sum()))
         return cls(problem, owner, candidates, size, bounds)
 
-    def relaxable(self, fit: Fit, ceiling: float) -> SparseConvex:
+    def relaxable(self, fit: Fit, ceiling: float, deadline: float = np.inf) -> SparseConvex:
         """f with its ridge and bounds, as the search needs it.
 
         Args:
             fit: a known fit.
             ceiling: value up to which bounds must hold.
+            deadline: of the search for bounds, on `time.perf_counter`.
 
         Raises:
             ProblemError: the data do not bound a coefficient without ridge and bounds.
+            OutOfTimeError: the deadline is too early to find such bounds.
         """
         objective = self.problem.objective
         ridge = getattr(objective, "ridge", np.zeros(objective.dimension))
@@ -124,16 +129,21 @@ class FeatureProblem:
         convex = SparseConvex(form, self.owner, ridge, bounds.lower, bounds.upper)
         excluded = convex.coordinates(~self.candidates)  # a copy without ridge would have infinite costs
         convex = convex.within(np.flatnonzero(excluded), 0.0, 0.0)
-        return reached(convex, self.size, self.candidates, np.where(excluded, 0.0, fit.theta), ceiling)
+        return reached(convex, self.size, self.candidates, np.where(excluded, 0.0, fit.theta), ceiling, deadline)
+
+    def first_fits(self) -> Iterator[Fit]:
+        """The best fits so far of the search without proof, after each of its stages."""
+        objective = self.problem.objective
+        if isinstance(objective, Tabled):
+            yield group_path(CoordinateGroups(objective, objective.groups), [self.size])[-1]
+        elif self.bounds is not None:  # the tree finds what the later, slower stages would find
+            yield next(bounded.stages(self.problem, self.bounds)).fit
+        else:
+            yield from (stage.fit for stage in auto.stages(self.problem))
 
     def first_fit(self) -> Fit:
         """The best fit that the search without proof finds."""
-        objective = self.problem.objective
-        if isinstance(objective, Tabled):
-            return group_path(CoordinateGroups(objective, objective.groups), [self.size])[-1]
-        if self.bounds is not None:  # the tree finds what the later, slower stages would find
-            return next(bounded.stages(self.problem, self.bounds)).fit
-        return list(auto.stages(self.problem))[-1].fit
+        return list(self.first_fits())[-1]
 
 
 def searched(objective: Objective) -> DesignObjective | QuadraticObjective:
@@ -179,7 +189,8 @@ class CertificateSearch(ConvexTree):
         self, features: FeatureProblem, fit: Fit, limits: ProofLimits, on_progress: Progress | None = None
     ) -> None:
         self._best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
-        super().__init__(features.relaxable(fit, fit.value), features.size, features.candidates, features.bounds)
+        problem = features.relaxable(fit, fit.value, limits.deadline)
+        super().__init__(problem, features.size, features.candidates, features.bounds)
 
     @property
     def best(self) -> Fit:
@@ -218,16 +229,27 @@ def certify_convex(
 ) -> Certificate:
     """The certificate of a convex objective; an interruption ends the search with what is proved.
 
+    The search for a first fit ends, after a stage, at half of the time.
+
     Raises:
         ProblemError: as `FeatureProblem`.
     """
     features = FeatureProblem.of(problem.without_copies() if bounds is None else problem, bounds)
-    fit = features.first_fit() if fit is None else fit
-    search = CertificateSearch(features, fit, limits, on_progress)
+    search: CertificateSearch | None = None
     try:
-        reason = search.run(limits.begun + limits.seconds, limits.max_nodes)
+        for found in features.first_fits() if fit is None else ():
+            fit = found
+            if limits.elapsed() > 0.5 * limits.seconds:
+                break
+        assert fit is not None
+        search = CertificateSearch(features, fit, limits, on_progress)
+        reason = search.run(limits.deadline, limits.max_nodes)
     except KeyboardInterrupt:
         reason = INTERRUPTED
+    except OutOfTimeError:
+        reason = OUT_OF_TIME
+    if search is None:
+        return unproved(problem, bounds, fit, limits, reason)
     best = _on_given(problem.objective, search.best, features.bounds)
     start = problem.at_zero[0]
     # The bounds have their margins subtracted. Values that are equal up to rounding close a tree without open nodes.
@@ -239,6 +261,23 @@ def certify_convex(
         lower, best, start, limits, search.nodes, max(search.margin, rounding),
         reason or "no part of the search tree is left", complete=False,
     )  # fmt: skip
+
+
+def unproved(problem: Problem, bounds: Bounds | None, fit: Fit | None, limits: ProofLimits, reason: str) -> Certificate:
+    """The certificate of a search that ended before its first bound; without a fit that of the forced coordinates."""
+    fit = refit(problem.objective, problem.forced, bounds=bounds) if fit is None else fit
+    best = _on_given(problem.objective, fit, bounds)
+    return summarised(-np.inf, best, problem.at_zero[0], limits, 0, 0.0, reason, complete=False)
+
+
+@cache
+def compile_proofs() -> None:
+    """Compile what a proof needs, by small problems: limits of seconds begin afterwards."""
+    labels = np.arange(8) % 2
+    objective = Logistic(np.eye(8, 3), labels, ridge=1.0, intercept=True)
+    for bounds in (None, Bounds(np.full(4, -0.1), np.full(4, 0.1))):
+        limits = ProofLimits(0.0, time.perf_counter(), np.inf, 10)
+        certify_convex(Problem(objective, 1), bounds, None, limits, None)
 
 
 def _on_given(objective: Objective, fit: Fit, bounds: Bounds | None) -> Fit:
@@ -258,18 +297,28 @@ class NearOptimalSearch(ConvexTree):
         equal: relative difference up to which values count as equal.
         at_most: whether supports of fewer features count too.
         max_members: the search stops at more members.
+        deadline: of the search for bounds, on `time.perf_counter`.
 
     Attributes:
         fits: fits of supports below the ceiling at the time, by their features.
     """
 
     def __init__(
-        self, features: FeatureProblem, fit: Fit, gap: float, equal: float, *, at_most: bool, max_members: int
+        self,
+        features: FeatureProblem,
+        fit: Fit,
+        gap: float,
+        equal: float,
+        *,
+        at_most: bool,
+        max_members: int,
+        deadline: float,
     ) -> None:
         self._best, self.gap, self.equal, self.max_members = fit, gap, equal, max_members
         self.least = 0 if at_most else features.size
         self.fits: dict[bytes, Fit] = {}
-        super().__init__(features.relaxable(fit, self.limit), features.size, features.candidates, features.bounds)
+        problem = features.relaxable(fit, self.limit, deadline)
+        super().__init__(problem, features.size, features.candidates, features.bounds)
 
     @property
     def best(self) -> Fit:

@@ -22,6 +22,8 @@ from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 
+OUT_OF_TIME = "the time limit was reached"
+
 _STORED_BYTES = 1 << 30  # of the open nodes; above this the search goes depth first
 _SEEN = 100_000  # most supports that are remembered as fitted
 
@@ -113,7 +115,7 @@ class ConvexTree(ABC):
         """Search until no node is left below the limit, or a limit is reached; return which one, or ""."""
         while self._stack or (self._open and self._open[0][0] <= self.limit):
             if self.nodes and time.perf_counter() > deadline:
-                return "the time limit was reached"
+                return OUT_OF_TIME
             if self.nodes >= max_nodes:
                 return f"the limit of {max_nodes:,} nodes was reached"
             reason = self.stopped()

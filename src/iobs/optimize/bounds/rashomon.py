@@ -17,13 +17,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from scipy.linalg import eigh
 
-from iobs.errors import ProblemError
-from iobs.optimize.bounds.convex import INTERRUPTED, FeatureProblem, NearOptimalSearch
+from iobs.errors import ProblemError, is_a, shown
+from iobs.optimize.bounds.certificate import require_limits
+from iobs.optimize.bounds.convex import INTERRUPTED, FeatureProblem, NearOptimalSearch, compile_proofs
+from iobs.optimize.bounds.convex_tree import OUT_OF_TIME
+from iobs.optimize.bounds.reach import OutOfTimeError
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
@@ -206,7 +210,8 @@ def rashomon_set(
     Coordinates that f does not depend on are in no support. With more samples than columns the search is quick for some
     hundred columns. Where columns depend on each other it is little better than trying every support.
 
-    An interruption (Ctrl+C) of a search that is not of plain least squares returns the members found so far.
+    An interruption (Ctrl+C) of a search that is not of plain least squares returns the members found so far, once there
+    is a first one.
 
     Args:
         objective: a convex objective of `iobs.objectives`, or an `iobs.Quadratic` of one row.
@@ -226,10 +231,11 @@ def rashomon_set(
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
     """
     objective = as_objective(objective)
-    if not (gap >= 0 and np.isfinite(gap)) or not seconds >= 0 or max_members < 1:
-        raise ProblemError(
-            f"gap and seconds must not be negative and max_members at least 1, got {gap}, {seconds} and {max_members}."
-        )
+    require_limits(gap=gap, seconds=seconds)
+    if not np.isfinite(gap):
+        raise ProblemError(f"gap must be finite, got {gap}.")
+    if not is_a(Integral, max_members) or max_members < 1:
+        raise ProblemError(f"max_members must be an integer and at least 1, got {shown(max_members)}.")
     features = objective.split(np.zeros(objective.dimension))[0].size
     bounds = Bounds.of(lower, upper, features)
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
@@ -239,9 +245,17 @@ def rashomon_set(
         limited = None if bounds is None else bounds.extended(objective.dimension)
         _require_distinct(problem, bounded=bounds is not None)
         features_problem = FeatureProblem.of(problem, limited)
-        search = NearOptimalSearch(
-            features_problem, features_problem.first_fit(), gap, _EQUAL, at_most=at_most, max_members=max_members
-        )
+        compile_proofs()
+        begun = time.perf_counter()
+        first = features_problem.first_fit()
+        try:
+            search = NearOptimalSearch(
+                features_problem, first, gap, _EQUAL, at_most=at_most, max_members=max_members, deadline=begun + seconds
+            )
+        except (KeyboardInterrupt, OutOfTimeError) as error:
+            reason = INTERRUPTED if isinstance(error, KeyboardInterrupt) else OUT_OF_TIME
+            members, elapsed = (_convex_member(features_problem, first),), time.perf_counter() - begun
+            return RashomonSet(members, _variables(objective), first.value, gap, False, -np.inf, 0, elapsed, reason)
         return _of_convex(features_problem, search, begun, seconds)
     require_storable("Branch and bound stores H", objective.dimension)
     first = list(auto.stages(problem))[-1].fit
@@ -300,7 +314,7 @@ class RashomonTree(SupportTree):
         self._begin()
         while self.open and self.open[0][0] <= self.limit:
             if time.perf_counter() > deadline:
-                return "the time limit was reached"
+                return OUT_OF_TIME
             if len(self.fits) > max_members:
                 self._drop()
                 if len(self.fits) > max_members:

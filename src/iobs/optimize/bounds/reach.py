@@ -12,6 +12,7 @@ A_ai = |g_i| / |g_a|, every such v has |v_U| <= h + A |v_U|. So |v_U| <= (I - A)
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +26,16 @@ _WEAK = 0.02  # a ridge that is a smaller share of the curvature is helped by bo
 _MANY = 8  # samples for each coordinate with a weak ridge, from which bounds are computed
 _REST = 0.2  # largest sum of a row of A
 _CHORDS = 8  # most steps to a point whose slope is about +-e_a
+_GRACE = 3  # coordinates that may take their time before the pace is judged
 _FAR = 1e3  # bounds while the minimiser is sought, relative to the known fit; they need not hold
 _UNBOUNDED = (
     "f has no bounds on coefficient {0}: the data do not determine it together with the others. Give a ridge, or "
     "lower and upper bounds of the coefficients."
 )
+
+
+class OutOfTimeError(Exception):
+    """The bounds would take longer than there is time."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class Level:
     ceiling: float
 
 
-def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array, ceiling: float) -> SparseConvex:
+def reached(
+    problem: SparseConvex, room: int, candidates: Booleans, start: Array, ceiling: float, deadline: float
+) -> SparseConvex:
     """The problem with bounds on all coordinates that have no ridge or a weak one, or narrower bounds if it has some.
 
     Args:
@@ -50,9 +58,11 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
         candidates: features that may be used (p,).
         start: a known fit (d,).
         ceiling: the bounds hold for all vectors with at most this value.
+        deadline: on `time.perf_counter`; coordinates with a weak ridge get half of the time, or no bounds.
 
     Raises:
         ProblemError: the data do not bound such a coordinate.
+        OutOfTimeError: the time does not suffice for the coordinates without ridge; it does for a single one.
     """
     allowed = problem.always | problem.coordinates(candidates)
     unbounded = (np.isinf(problem.lower) | np.isinf(problem.upper)) & allowed
@@ -60,29 +70,32 @@ def reached(problem: SparseConvex, room: int, candidates: Booleans, start: Array
     without = unbounded & (problem.ridge == 0)
     if problem.samples < _MANY * int(weak.sum()):
         weak = without  # bounds from so few samples are wide, and take a pass over the data each
-    try:
-        return _reached(problem, np.flatnonzero(weak).astype(np.int64), room, candidates, start, ceiling)
-    except ProblemError:
-        if (weak == without).all():
-            raise
-        return _reached(problem, np.flatnonzero(without).astype(np.int64), room, candidates, start, ceiling)
+    if not (weak == without).all():
+        now = time.perf_counter()
+        try:
+            return _reached(problem, weak, Level(room, candidates, ceiling), start, now + 0.5 * (deadline - now))
+        except (ProblemError, OutOfTimeError):
+            pass
+    return _reached(problem, without, Level(room, candidates, ceiling), start, deadline)
 
 
-def _reached(
-    problem: SparseConvex, places: Indices, room: int, candidates: Booleans, start: Array, ceiling: float
-) -> SparseConvex:
+def _reached(problem: SparseConvex, chosen: Booleans, level: Level, start: Array, deadline: float) -> SparseConvex:
+    places = np.flatnonzero(chosen).astype(np.int64)
     if not places.size:
         return problem
     _inverse(problem, places, start)  # refuses dependent coordinates before any work
-    point = _minimiser(problem, places, room, candidates, start, ceiling)
+    point = _minimiser(problem, places, level, start)
     inverse = _inverse(problem, places, point)
     within = problem.within(places, 0.0, 0.0)
     ridge = problem.ridge.copy()
     ridge[places] = 0.0  # a weak ridge counts as part of F
     without = SparseConvex(problem.objective, problem.owner, ridge, within.lower, within.upper)
-    level = Level(room, candidates, ceiling)
+    begun = time.perf_counter()
     high, rests = np.zeros((2, places.size)), np.zeros((places.size, places.size))
     for number in range(places.size):
+        share = (number + _GRACE) / (places.size + _GRACE)
+        if number and time.perf_counter() - begun > share * (deadline - begun):
+            raise OutOfTimeError
         for side, sign in enumerate((1.0, -1.0)):
             high[side, number], rest = _one_side(without, places, inverse, number, sign, point, level)
             rests[number] = np.maximum(rests[number], rest)
@@ -113,15 +126,14 @@ def _inverse(problem: SparseConvex, places: Indices, point: Array) -> Array:
     return np.asarray(np.linalg.inv(block), dtype=np.float64)
 
 
-def _minimiser(
-    problem: SparseConvex, places: Indices, room: int, candidates: Booleans, start: Array, ceiling: float
-) -> Array:
+def _minimiser(problem: SparseConvex, places: Indices, level: Level, start: Array) -> Array:
     """About the minimiser of the relaxation in which all of U is used."""
     far = _FAR * (1.0 + float(np.abs(start).max(initial=0.0)))
-    used = np.zeros_like(candidates)
+    used = np.zeros_like(level.candidates)
     used[problem.owner[places][problem.owner[places] >= 0]] = True
-    free = candidates & ~used
-    return problem.within(places, -far, far).relax(used, free, min(room, int(free.sum())), start, 0.0, ceiling).theta
+    free = level.candidates & ~used
+    room = min(level.room, int(free.sum()))
+    return problem.within(places, -far, far).relax(used, free, room, start, 0.0, level.ceiling).theta
 
 
 def _one_side(

@@ -26,14 +26,20 @@ NO_INDICES = np.zeros(0, np.int64)
 
 
 def as_objective(objective: Objective | Quadratic) -> Objective:
-    """An `iobs.Quadratic` of one row as an objective; other values unchanged.
+    """An `iobs.Quadratic` of one row as an objective; other objectives unchanged.
 
     Raises:
+        ProblemError: another type.
         ProblemError, NotPositiveDefiniteError: as `QuadraticObjective.of`.
     """
     home = sys.modules.get("iobs.core.quadratic")  # it loads torch; before that nothing is a Quadratic
     if home is not None and isinstance(objective, home.Quadratic):
         return QuadraticObjective.of(cast("Quadratic", objective))
+    if not hasattr(objective, "value_and_gradient"):
+        raise ProblemError(
+            f"The objective must be one of iobs.objectives, such as LeastSquares(X, y), or an iobs.Quadratic; got "
+            f"{type(objective).__name__}."
+        )
     return cast("Objective", objective)
 
 

@@ -208,7 +208,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         """
         if hasattr(self, "certificate_"):
             del self.certificate_  # of an earlier fit
-        if self.certify is False:
+        if isinstance(self.certify, bool | np.bool_) and not self.certify:
             return path
         if self.groups is not None:
             raise ProblemError("certify proves nothing about groups of features; leave one of them out.")
@@ -218,7 +218,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             path.sizes[path.best],
             fit=path.fit,
             gap=self.gap,
-            seconds=_PROOF_SECONDS if self.certify is True else self.certify,
+            seconds=_PROOF_SECONDS if isinstance(self.certify, bool | np.bool_) else self.certify,
             lower=lower,
             upper=upper,
             seed=self.random_state,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from iobs.errors import ProblemError
+from iobs.errors import ProblemError, shown
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
 
 
@@ -68,7 +68,10 @@ class Bounds:
 def _vector(values: float | VectorLike | None, name: str, features: int, free: float) -> Array:
     if values is None:
         return np.full(features, free)
-    array = np.full(features, values, dtype=np.float64) if np.ndim(values) == 0 else np.asarray(values, np.float64)
+    try:
+        array = np.full(features, values, dtype=np.float64) if np.ndim(values) == 0 else np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        raise ProblemError(f"The {name} must be numbers, got {shown(values)}.") from None
     if np.isnan(array).any():
         raise ProblemError(f"The {name} hold NaN; use infinity where there is no bound.")
     _ = as_vector(np.where(np.isfinite(array), array, 0.0), name, features)  # the length
