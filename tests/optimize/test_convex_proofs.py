@@ -398,7 +398,7 @@ def test_settings_of_another_type_are_refused(arguments, message, rng):
         with pytest.raises(ProblemError, match=message):
             iobs.certify(objective, 2, **arguments)
     for function in (iobs.certify, iobs.rashomon_set, iobs.minimize):
-        with pytest.raises(ProblemError, match="The objective must be one of"):
+        with pytest.raises(ProblemError, match="An objective is needed"):
             function(X, 2)
 
 

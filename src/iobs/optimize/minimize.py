@@ -124,11 +124,6 @@ def minimize(
             f"iobs.minimize would count every coefficient of {type(objective).__name__}, which has several for a "
             "feature; use SparseMultiTaskRegressor or SparseClassifier, whose k counts features."
         )
-    if not hasattr(objective, "value_and_gradient"):
-        raise ProblemError(
-            f"minimize needs an objective, such as iobs.objectives.LeastSquares(X, y), got {type(objective).__name__}; "
-            "iobs.objectives.from_torch(f, d) makes one of a torch function."
-        )
     if not is_a(Integral, max_steps) or max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
     if seed is not None and not (is_a(Integral, seed) and seed >= 0):

@@ -97,10 +97,11 @@ def summarised(
     gap = relative_gap(lower, upper)
     closed = gap <= limits.gap
     explained = max(0.0, upper - lower) / max(abs(start - upper), 1e-300)
-    if closed and (complete or lower >= upper - min(margin, negligible(upper, start))):
+    exact = lower >= upper - margin and margin <= negligible(upper, start)
+    if closed and (complete or exact):
         what = "a global minimiser"
     elif closed:
-        what = f"within {gap:.2g} of the best value possible"
+        what = f"within {max(gap, relative_gap(lower - margin, upper)):.2g} of the best value possible"
     elif np.isfinite(lower):
         what = f"gap {gap:.3g} not closed: at least {lower:.6g}, at most {upper:.6g}"
     else:

@@ -37,8 +37,8 @@ def as_objective(objective: Objective | Quadratic) -> Objective:
         return QuadraticObjective.of(cast("Quadratic", objective))
     if not hasattr(objective, "value_and_gradient"):
         raise ProblemError(
-            f"The objective must be one of iobs.objectives, such as LeastSquares(X, y), or an iobs.Quadratic; got "
-            f"{type(objective).__name__}."
+            f"An objective is needed, such as iobs.objectives.LeastSquares(X, y), got {type(objective).__name__}; "
+            "iobs.objectives.from_torch(f, d) makes one of a torch function."
         )
     return cast("Objective", objective)
 
