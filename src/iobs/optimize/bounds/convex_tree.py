@@ -171,7 +171,7 @@ class ConvexTree(ABC):
             excluded = ~(used | free)
             start[self.problem.coordinates(excluded)] = 0.0
             relaxed = self.problem.relax(used, free, room, start, node.price, self.limit)
-            self.margin = max(self.margin, relaxed.tangent.margin)
+            self.margin = max(self.margin, relaxed.tangent.margin(used, free))
             start, bound = relaxed.theta, max(bound, relaxed.bound)
             if bound > self.limit:
                 self.dropped = min(self.dropped, bound)
@@ -258,5 +258,5 @@ class ConvexTree(ABC):
         fit = self.fitted(used, start)
         self.take(fit, used)
         relaxed = self.problem.relax(used, np.zeros_like(used), 0, fit.theta, 0.0, self.limit)
-        self.margin = max(self.margin, relaxed.tangent.margin)
+        self.margin = max(self.margin, relaxed.tangent.margin(used, np.zeros_like(used)))
         self.dropped = min(self.dropped, relaxed.bound)

@@ -16,7 +16,7 @@ descent, and tau is found so that the shares add up to `room`.
 
 Rounding: let F be a sum over n samples, a_i = dF/dm_i, and eps the unit of rounding. The computed tangent belongs to
 computed margins, and is off by at most about (n + d) eps times the sum of absolute values of all terms that it adds.
-`Tangent.margin` is 8 times this, with |a|_2 |x_j|_2 as a bound on sum_i |a_i x_ij|.
+The margins of a tangent are 8 times this, with |a|_2 |x_j|_2 as a bound on sum_i |a_i x_ij|.
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ class Tangent:
     Attributes:
         base: F(w) - g^T w minus the costs of coordinates that belong to no feature.
         costs: c_j of every feature (p,).
-        margin: absolute allowance for rounding of the bounds.
+        base_margin: absolute allowance for rounding of `base`.
+        margins: the same of `costs` (p,).
     """
 
     base: float
     costs: Array
-    margin: float
+    base_margin: float
+    margins: Array
+
+    def margin(self, used: Booleans, free: Booleans) -> float:
+        """The allowance for rounding of the bound of a node; excluded features add none."""
+        return self.base_margin + float(self.margins[used | free].sum())
 
     def bound(self, used: Booleans, free: Booleans, room: int) -> float:
         """A lower bound on f at a node, the margin subtracted.
@@ -66,7 +72,7 @@ class Tangent:
         costs = self.costs[free]
         if room < costs.size:
             costs = np.partition(costs, costs.size - room)[costs.size - room :] if room else costs[:0]
-        return self.base - float(self.costs[used].sum()) - float(costs.sum()) - self.margin
+        return self.base - float(self.costs[used].sum()) - float(costs.sum()) - self.margin(used, free)
 
 
 @dataclass(frozen=True)
@@ -151,13 +157,16 @@ class SparseConvex:
             smooth, slope = self.split(theta, value, gradient)
             costs, best = self.costs(slope)
             base = smooth - float(slope @ theta) - float(costs[self.always].sum())
-            sizes = np.abs(theta) + np.abs(best)
-            terms = abs(value) + abs(smooth) + float(np.abs(slope) @ sizes) + float(np.abs(costs).sum())
-            terms += self.objective.slope_norm(theta) * float((self._lengths * sizes).sum())
-            margin = 8 * _EPS * self._additions * terms
-        if not np.isfinite(base - margin):  # overflow far from any minimiser, or a coordinate that nothing bounds
-            return Tangent(-np.inf, np.zeros(self.features), 0.0)
-        return Tangent(base, self.by_feature(costs), margin)
+            unit = 8 * _EPS * self._additions
+            factors = unit * (np.abs(slope) + self.objective.slope_norm(theta) * self._lengths)
+            margins = factors * np.abs(best) + unit * np.abs(costs)
+            base_margin = unit * (abs(value) + abs(smooth)) + float(factors @ np.abs(theta))
+            base_margin += float(margins[self.always].sum())
+        # Overflow far from any minimiser, or a coordinate that nothing bounds.
+        if not np.isfinite(base - base_margin - float(margins.sum())):
+            nothing = np.zeros(self.features)
+            return Tangent(-np.inf, nothing, 0.0, nothing)
+        return Tangent(base, self.by_feature(costs), base_margin, self.by_feature(margins))
 
     def costs(self, slope: Array) -> tuple[Array, Array]:
         """c_i of every coordinate, and the v_i at which it is attained (d,) each."""
