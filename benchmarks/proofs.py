@@ -173,7 +173,7 @@ def measure(problem: Problem, rows: Rows, options: Any) -> None:
 
 
 def tables(rows: list[Row]) -> str:
-    """A table for each problem, of the longest time limit of each solver."""
+    """A table for each problem, with a row for each solver and time limit, the shortest limit first."""
     text = [
         "# Proofs of the best k columns",
         "",
@@ -191,12 +191,9 @@ def tables(rows: list[Row]) -> str:
             "| solver | value | gap | nodes | seconds | limit (s) |",
             "|---|---:|---:|---:|---:|---:|",
         ]
-        latest: dict[str, Row] = {}
-        for row in rows:
-            if row["problem"] == problem and row["limit"] >= latest.get(row["solver"], row)["limit"]:
-                latest[row["solver"]] = row
-        for solver, row in latest.items():
-            name = TITLES.get(solver, solver)
+        latest = {(row["solver"], row["limit"]): row for row in rows if row["problem"] == problem}
+        for row in sorted(latest.values(), key=lambda row: row["limit"]):
+            name = TITLES.get(row["solver"], row["solver"])
             if "failed" in row:
                 text.append(f"| {name} | failed: {row['failed']} | | | | {row['limit']:g} |")
                 continue
