@@ -19,6 +19,7 @@ SCALE_BITS = 16
 # Number of 16-bit numbers on each side of the quotient that may be the scale of rounded products. First in the dtype of
 # the weights, then in the other 16-bit dtype: float32 weights with float16 scales may be written as bfloat16.
 _NEIGHBOURS, _FAR_NEIGHBOURS = 2, 8
+_FEW_ROWS = 4  # tried first: most matrices that are asked about are on no grid, and fail in them
 
 
 def grid_of(pattern: Pattern) -> Grid | None:
@@ -116,6 +117,8 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         PatternError: a group is not on the grid; names its row and its columns.
     """
     rows, columns = weight.shape
+    if rows > _FEW_ROWS:
+        codes_and_scales(weight[:_FEW_ROWS], grid)
     weight = _narrowed(weight)
     groups = grid.scales(columns)
     width = grid.width(columns)
@@ -126,7 +129,7 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     remaining = table.any(1).nonzero()[:, 0]
     halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
     ways = [(half, shift) for half in halves for shift in _shifts(half, weight.dtype)]
-    # Most matrices that are asked about are on no grid: their first group shows it for all levels at once.
+    # The first group says for all levels at once whether it is on the grid.
     levels = torch.arange(grid.levels, 0, -1, device=weight.device)[:, None]
     if len(remaining) and not any(bool(_divided(table[remaining[:1]], levels, *way, grid)[2].any()) for way in ways):
         raise _off_grid(int(remaining[0]), grid, columns)

@@ -29,7 +29,6 @@ _LEAST, _MOST = 2.0**-24, 65504.0  # positive float16 numbers: scales of all for
 _FACTORS = 16  # scales that are tried for 4 bits
 _GROUP = 32  # columns that share a scale where weights are rounded to 4 bits
 _GRIDS = (128, 64, _GROUP)  # groups of grids that are looked for
-_FEW_ROWS = 4  # tried first: a matrix that is not on the grid fails in them
 
 
 @dataclass(frozen=True)
@@ -303,7 +302,6 @@ def exact_codes(weight: Tensor, bits: int, group: int) -> Codes | None:
     """The codes of a matrix on a grid, with scales in float16; None if the matrix is on no such grid."""
     grid = Grid(bits, group)
     try:
-        codes_and_scales(weight[:_FEW_ROWS], grid)
         codes, scales = codes_and_scales(weight, grid)
     except PatternError:
         return None

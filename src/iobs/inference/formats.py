@@ -35,7 +35,7 @@ _INDEX_STEP = 16  # entries of a row are a multiple of this
 _ENTRIES = {"bf16": torch.bfloat16, "int8": torch.int8}  # dtypes of the formats that store every entry
 _BITS = {"bf16": 16, "int8": 8, "int4": 4}  # of a stored value
 _ONES = np.array([number.bit_count() for number in range(256)], np.uint8)  # set bits of a byte
-_STEP, _FEW_ROWS = 18, 4  # level of one step of a grid: 7 steps are 126; rows that are tried first
+_STEP = 18  # level of one step of a grid: 7 steps are 126
 _EVEN = (torch.arange(-7, 9).clamp(max=7) * _STEP).to(torch.int8)  # levels of a grid
 _LEVELS, _FITTED, _ROUNDS = 16, 200_000, 30  # levels of a 4-bit code, weights that the levels are fitted to, rounds
 
@@ -269,7 +269,6 @@ def steps_of_grid(wide: Tensor) -> Tensor | None:
     """Steps of a matrix whose values lie on a grid of four bits, (rows, groups); None for other matrices."""
     grid = Grid(4, GROUP)
     try:
-        codes_and_scales(wide[:_FEW_ROWS], grid)  # most other matrices fail here
         return codes_and_scales(wide, grid)[1]
     except PatternError:
         return None
