@@ -135,8 +135,8 @@ def minimize(
         np.errstate(over="ignore", invalid="ignore", divide="ignore"),
     ):
         _require_finite(problem)
-        bounds = Bounds.of(lower, upper, objective.split(np.zeros(objective.dimension))[0].size)
-        chosen = _method(method) if bounds is None else _bounded(method, bounds.extended(objective.dimension))
+        bounds = Bounds.on_objective(lower, upper, objective)
+        chosen = _method(method) if bounds is None else _bounded(method, bounds)
         start = _start(objective, theta0)
         # Bounds are tried by f itself; without them a start that is a saddle or a maximum would be the end.
         lower_start = None if bounds is not None else _leave(problem, start)
@@ -234,7 +234,7 @@ def _start(objective: Objective, theta0: Array | None) -> Array | None:
     if theta0 is None:
         return None
     theta = as_vector(theta0, "start theta0").copy()
-    features = objective.split(np.zeros(objective.dimension))[0].size
+    features = objective.coefficient_count
     if theta.size not in (features, objective.dimension):
         raise ProblemError(f"The start theta0 must have {features} entries, got {theta.size}.")
     if theta.size == features:

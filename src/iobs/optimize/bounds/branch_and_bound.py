@@ -101,8 +101,7 @@ def certify(
     """
     require_limits(gap=gap, seconds=seconds, max_nodes=max_nodes)
     objective = as_objective(objective)
-    features = objective.split(np.zeros(objective.dimension))[0].size
-    bounds = Bounds.of(lower, upper, features)
+    bounds = Bounds.on_objective(lower, upper, objective)
     general = not objective.quadratic or isinstance(objective, Tabled) or bounds is not None
     if not isinstance(objective, LeastSquares) and objective.quadratic:
         require_storable("Branch and bound stores H", objective.dimension)
@@ -115,12 +114,10 @@ def certify(
     if not isinstance(fit, Fit | None):
         raise ProblemError(f"fit must be an iobs.optimize.refit.Fit, got {type(fit).__name__}; give refit(f, support).")
     limits = ProofLimits(gap, begun, seconds, max_nodes)
-    several = objective.outputs if isinstance(objective, Tabled) else 1
-    if fit is not None and np.setdiff1d(fit.support, problem.forced).size > k * several:
+    if fit is not None and np.setdiff1d(fit.support, problem.forced).size > k * objective.outputs:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if general:
-        limited = None if bounds is None else bounds.extended(objective.dimension)
-        return certify_convex(problem, limited, fit, limits, on_progress)
+        return certify_convex(problem, bounds, fit, limits, on_progress)
     known: Certificate | None = None
     try:
         for certificate in _proofs(problem, fit, limits, on_progress):

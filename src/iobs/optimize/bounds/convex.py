@@ -97,13 +97,13 @@ class FeatureProblem:
                 f"A proof needs a convex objective of iobs.objectives, such as Logistic; got "
                 f"{type(objective).__name__}, which has no bounds."
             )
-        several = objective.outputs if isinstance(objective, Tabled) else 1
-        if several > 1 and bounds is not None:
+        if objective.outputs > 1 and bounds is not None:
             raise ProblemError("A proof within bounds needs one coefficient for each feature.")
         owner = np.full(objective.dimension, -1, dtype=np.int64)
         free = np.setdiff1d(np.arange(objective.dimension), objective.forced)
-        owner[free] = np.arange(free.size) // several
-        candidates = np.bincount(owner[free], problem.candidates[free], free.size // several) == several
+        owner[free] = np.arange(free.size) // objective.outputs
+        usable = np.bincount(owner[free], problem.candidates[free], free.size // objective.outputs)
+        candidates = usable == objective.outputs
         size = min(problem.k, int(candidates.sum()))
         return cls(problem, owner, candidates, size, bounds)
 
@@ -188,39 +188,28 @@ class CertificateSearch(ConvexTree):
     def __init__(
         self, features: FeatureProblem, fit: Fit, limits: ProofLimits, on_progress: Progress | None = None
     ) -> None:
-        self._best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
+        self.best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
         problem = features.relaxable(fit, fit.value, limits.deadline)
         super().__init__(problem, features.size, features.candidates, features.bounds)
 
     @property
-    def best(self) -> Fit:
-        """The best fit known."""
-        return self._best
-
-    @property
     def limit(self) -> float:
         """The bound above which the requested gap is proved."""
-        return self._best.value - self.limits.gap * abs(self._best.value)
-
-    def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
-        """All features are used where there is room for them: more of them never raise f."""
-        if int(used.sum()) >= self.most:
-            return used
-        return used | free if int(used.sum()) + int(free.sum()) <= self.most else None
+        return self.best.value - self.limits.gap * abs(self.best.value)
 
     def take(self, fit: Fit, used: Booleans) -> None:
         """Keep the better fit."""
-        if fit.value < self._best.value:
-            self._best = fit
+        if fit.value < self.best.value:
+            self.best = fit
 
     def stopped(self) -> str:
         """Report the progress; never a reason to stop."""
         elapsed = self.limits.elapsed()
         if self._report is not None and elapsed >= self._next:
             self._next = elapsed + _REPORT
-            gap = relative_gap(self.lower, self._best.value)
+            gap = relative_gap(self.lower, self.best.value)
             count = len(self._open) + len(self._stack)
-            self._report(ProofProgress(self.lower, self._best.value, gap, self.nodes, count, elapsed))
+            self._report(ProofProgress(self.lower, self.best.value, gap, self.nodes, count, elapsed))
         return ""
 
 
@@ -314,21 +303,16 @@ class NearOptimalSearch(ConvexTree):
         max_members: int,
         deadline: float,
     ) -> None:
-        self._best, self.gap, self.equal, self.max_members = fit, gap, equal, max_members
+        self.best, self.gap, self.equal, self.max_members = fit, gap, equal, max_members
         self.least = 0 if at_most else features.size
         self.fits: dict[bytes, Fit] = {}
         problem = features.relaxable(fit, self.limit, deadline)
         super().__init__(problem, features.size, features.candidates, features.bounds)
 
     @property
-    def best(self) -> Fit:
-        """The best fit known."""
-        return self._best
-
-    @property
     def limit(self) -> float:
         """The largest value of a member."""
-        return self._best.value + (self.gap + self.equal) * abs(self._best.value)
+        return self.best.value + (self.gap + self.equal) * abs(self.best.value)
 
     def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
         """A support is decided where no choice is left."""
@@ -343,8 +327,8 @@ class NearOptimalSearch(ConvexTree):
         """Keep a fit below the ceiling."""
         if fit.value <= self.limit:
             self.fits[np.packbits(used).tobytes()] = fit
-            if fit.value < self._best.value:
-                self._best = fit
+            if fit.value < self.best.value:
+                self.best = fit
 
     def stopped(self) -> str:
         """Stop at too many members."""

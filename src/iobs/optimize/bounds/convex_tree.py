@@ -65,10 +65,13 @@ class ConvexTree(ABC):
             which hold for all vectors of interest.
 
     Attributes:
+        best: the best fit known. A search sets it before the tree is made, whose limits depend on it.
         nodes: number of nodes looked at.
         dropped: the least bound of a node that was dropped.
         margin: the largest allowance for rounding; it is subtracted from all bounds.
     """
+
+    best: Fit
 
     def __init__(self, problem: SparseConvex, most: int, candidates: Booleans, bounds: Bounds | None) -> None:
         self.problem, self.most, self._bounds = problem, most, bounds
@@ -87,14 +90,14 @@ class ConvexTree(ABC):
     def limit(self) -> float:
         """The bound above which a node is of no use."""
 
-    @property
-    @abstractmethod
-    def best(self) -> Fit:
-        """The best fit known."""
-
-    @abstractmethod
     def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
-        """The features of the only support of a node that counts (p,), none for no support; None to go on."""
+        """The features of the only support of a node that counts (p,), none for no support; None to go on.
+
+        Where there is room for all features they are all used: more of them never raise f.
+        """
+        if int(used.sum()) >= self.most:
+            return used
+        return used | free if int(used.sum()) + int(free.sum()) <= self.most else None
 
     @abstractmethod
     def take(self, fit: Fit, used: Booleans) -> None:

@@ -236,15 +236,12 @@ def rashomon_set(
         raise ProblemError(f"gap must be finite, got {gap}.")
     if not is_a(Integral, max_members) or max_members < 1:
         raise ProblemError(f"max_members must be an integer and at least 1, got {shown(max_members)}.")
-    features = objective.split(np.zeros(objective.dimension))[0].size
-    bounds = Bounds.of(lower, upper, features)
+    bounds = Bounds.on_objective(lower, upper, objective)
     problem = Problem(objective, k, rng=np.random.default_rng(seed))
     auto.compile_stages(objective)
-    begun = time.perf_counter()
     if not objective.quadratic or isinstance(objective, Tabled) or bounds is not None:
-        limited = None if bounds is None else bounds.extended(objective.dimension)
         _require_distinct(problem, bounded=bounds is not None)
-        features_problem = FeatureProblem.of(problem, limited)
+        features_problem = FeatureProblem.of(problem, bounds)
         compile_proofs()
         begun = time.perf_counter()
         first = features_problem.first_fit()
@@ -258,6 +255,7 @@ def rashomon_set(
             return RashomonSet(members, _variables(objective), first.value, gap, False, -np.inf, 0, elapsed, reason)
         return _of_convex(features_problem, search, begun, seconds)
     require_storable("Branch and bound stores H", objective.dimension)
+    begun = time.perf_counter()
     first = list(auto.stages(problem))[-1].fit
     tree = RashomonTree(QuadraticArrays(problem), first.value, gap, at_most)
     reason = tree.run(begun + seconds, max_members)
@@ -428,9 +426,8 @@ def _result(tree: RashomonTree, reason: str, begun: float, max_members: int) -> 
         same = np.array_equal(support, fit.support)
         members.append(_member(objective, fit if same else refit(objective, support), fit.value))
     below = min(complete_below - tree.margin, tree.ceiling) if reason else tree.ceiling
-    features = objective.split(np.zeros(objective.dimension))[0].size
-    seconds = time.perf_counter() - begun
-    return RashomonSet(tuple(members), features, tree.best, tree.gap, not reason, below, tree.nodes, seconds, reason)
+    variables, seconds = _variables(objective), time.perf_counter() - begun
+    return RashomonSet(tuple(members), variables, tree.best, tree.gap, not reason, below, tree.nodes, seconds, reason)
 
 
 def _by_loss(fit: Fit) -> tuple[float, list[int]]:
@@ -467,19 +464,18 @@ def _of_convex(features: FeatureProblem, search: NearOptimalSearch, begun: float
 
 def _variables(objective: Objective) -> int:
     """The number of variables to choose from."""
-    coordinates = objective.split(np.zeros(objective.dimension))[0].size
+    coordinates = objective.coefficient_count
     return (coordinates - objective.forced.size) // objective.outputs if isinstance(objective, Tabled) else coordinates
 
 
 def _convex_member(features: FeatureProblem, fit: Fit) -> Member:
     """The member of a fit; the rises are those of refits."""
     objective, count = features.problem.objective, _variables(features.problem.objective)
-    several = objective.outputs if isinstance(objective, Tabled) else 1
-    used = np.unique(fit.support // several)
+    used = np.unique(fit.support // objective.outputs)
     used = used[used < count]
     increases = np.zeros(used.size)
     for place, variable in enumerate(used):
-        rest = fit.support[fit.support // several != variable]
+        rest = fit.support[fit.support // objective.outputs != variable]
         increases[place] = max(0.0, refit(objective, rest, fit.theta, bounds=features.bounds).value - fit.value)
     if isinstance(objective, Tabled):
         table, constants = objective.table(fit.theta)

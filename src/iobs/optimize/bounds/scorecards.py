@@ -74,7 +74,9 @@ class CardProblem:
 
 
 class CardSearch(ConvexTree):
-    """The tree over supports; each support that is taken in is searched for cards.
+    """The tree over supports, of which smaller ones are part of larger ones by points of 0.
+
+    Each support that is taken in is searched for cards; `best` is the best real model.
 
     Args:
         samples: the problem.
@@ -87,7 +89,7 @@ class CardSearch(ConvexTree):
     def __init__(
         self, samples: CardProblem, features: FeatureProblem, fit: Fit, best: BestCards, deadline: float
     ) -> None:
-        self._samples, self._best, self.cards, self._deadline = samples, fit, best, deadline
+        self._samples, self.best, self.cards, self._deadline = samples, fit, best, deadline
         self.inner_nodes = 0
         self._rest: dict[bytes, float] = {}  # lower bounds on further cards of the supports that were searched
         self._search(fit.support[fit.support < samples.X.shape[1]])
@@ -101,30 +103,15 @@ class CardSearch(ConvexTree):
         return self.cards.limit
 
     @property
-    def best(self) -> Fit:
-        """The best real model."""
-        return self._best
-
-    @property
     def lower(self) -> float:
         """A lower bound on the value of all cards that are not known."""
         return min(self.left, self.ceiling)
-
-    def decided(self, used: Booleans, free: Booleans) -> Booleans | None:
-        """Points of 0 make smaller supports part of larger ones."""
-        if int(used.sum()) >= self.most:
-            return used
-        return used | free if int(used.sum()) + int(free.sum()) <= self.most else None
 
     def take(self, fit: Fit, used: Booleans) -> None:
         """Search the cards of a support."""
         key = np.packbits(used).tobytes()
         if key not in self._rest and fit.value <= self.limit:
             self._rest[key] = self._search(np.flatnonzero(used).astype(np.int64))
-
-    def stopped(self) -> str:
-        """Stop once a search of points was cut off."""
-        return "the time limit was reached" if self.nodes and time.perf_counter() > self._deadline else ""
 
     def _decide(self, used: Booleans, start: Array) -> None:
         key = np.packbits(used).tobytes()

@@ -24,12 +24,19 @@ class Objective(Protocol):
         forced: coordinates that are always in the support and not counted in k.
         quadratic: whether the Hessian is the same everywhere.
         convex: whether f is known to be convex, so that a stationary point is a minimum.
+        outputs: number of coefficients that a feature has.
     """
 
     dimension: int
     forced: Indices
     quadratic: bool
     convex: bool = False
+    outputs: int = 1
+
+    @property
+    def coefficient_count(self) -> int:
+        """The number of coefficients in the user's numbering, an intercept not counted."""
+        return self.split(np.zeros(self.dimension))[0].size
 
     @property
     def rank(self) -> int:
@@ -93,7 +100,6 @@ class DesignObjective(Objective, Protocol):
         design: X as the objective uses it.
         weights: of the samples (n,); ones where they are in the design already.
         ridge: weight of 1/2 theta_j^2 of every coordinate (d,).
-        outputs: number of coefficients that a column of X has.
     """
 
     convex: bool = True
@@ -101,7 +107,6 @@ class DesignObjective(Objective, Protocol):
     design: Design
     weights: Array
     ridge: Array
-    outputs: int = 1
 
     @cached_property
     def squares(self) -> Array:

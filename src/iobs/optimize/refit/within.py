@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import ProblemError, shown
+from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector
 
 
@@ -40,6 +41,14 @@ class Bounds:
                 "chosen is 0, so lower must be at most 0 and upper at least 0."
             )
         return cls(low, high)
+
+    @classmethod
+    def on_objective(
+        cls, lower: float | VectorLike | None, upper: float | VectorLike | None, objective: Objective
+    ) -> Bounds | None:
+        """The bounds of users as those of all coordinates of an objective; arguments and errors as `of`."""
+        bounds = cls.of(lower, upper, objective.coefficient_count)
+        return None if bounds is None else bounds.extended(objective.dimension)
 
     def extended(self, dimension: int) -> Bounds:
         """The bounds of all coordinates of an objective; those behind the features, such as an intercept, are free."""

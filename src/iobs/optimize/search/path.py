@@ -105,7 +105,7 @@ def fit_path(
                 "changes no probability, so a bound on one of them says nothing. Fit two classes at a time."
             )
         if groups is not None:
-            outputs = objective.outputs if isinstance(objective, Tabled) else 1
+            outputs = objective.outputs
             return group_path(groups, list(sizes), bounds.repeated(outputs).extended(objective.dimension))
         return bounded_path(objective, bounds.extended(objective.dimension), sizes, seed=seed, thorough=thorough)
     if isinstance(groups, Hierarchy):
