@@ -56,7 +56,7 @@ def _vision_transformer() -> tuple[nn.Module, list[object]]:
 def _pruned(name: str, pattern: object = HALF, recipe: str = "one-shot", **options: object) -> Iterable[Tensor]:
     model, data = NETWORKS[name]() if name in NETWORKS else menagerie.build(name)
     if name == "embedded":
-        options["include"] = "*.layers.1.*"  # one of four blocks, for a fourth of the time
+        options.setdefault("include", "*.layers.1.*")  # one of four blocks, for a fourth of the time
     iobs.prune(model, data, pattern, recipe, **options)
     return model.state_dict().values()
 
@@ -167,6 +167,9 @@ def cases() -> dict[str, Callable[[], Iterable[Tensor]]]:
             if (name, label) == ("embedded", "structured"):
                 continue  # the traces of its wide blocks take half a minute
             runs[f"main / {name} / {label}"] = partial(_pruned, name, **options)
+    # The attention alone: both choices together take half a minute for a block.
+    attention = {"include": "*.layers.1.self_attn.*"}
+    runs["main / embedded / zeros and bits"] = partial(_pruned, "embedded", **attention, **MAIN_CASES["zeros and bits"])
     for name in menagerie.CASES:
         for label, options in RECIPE_CASES.items():
             if (label == "paper" and name in TARGETLESS) or (label == "2:4" and name in INDIVISIBLE):
@@ -175,7 +178,9 @@ def cases() -> dict[str, Callable[[], Iterable[Tensor]]]:
         if name not in TARGETLESS:
             runs[f"peer / {name} / woodfisher"] = partial(_peer, name, iobs.WoodFisher(block=50))
             runs[f"peer / {name} / chita++"] = partial(_peer, name, iobs.CHITA(stages=4, block=50))
-    runs["prune / perceptron / best, whole"] = partial(_pruned, "perceptron", recipe="best")
+    runs["prune / perceptron / best, whole"] = partial(
+        _pruned, "perceptron", recipe="best", finetune=replace(BEST.finetune, steps=100, most_steps=800)
+    )
     runs["prune / transformer / rate"] = partial(_pruned, "transformer", iobs.Rate(4.0), "fast")
     for family in ("llama", "opt"):
         runs[f"low memory / {family}"] = partial(_low_memory, family)
