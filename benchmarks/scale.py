@@ -179,7 +179,7 @@ class Clock(iobs.Callback):
             for owner, name, part in (
                 (Sweep, "_statistics", "Grams"),
                 (projection.Projection, "project", "solves"),
-                (CurveSweep, "_curves", "allocation"),
+                (CurveSweep, "_damages", "allocation"),
                 (Fits, "fit_window", "steps of blocks"),
                 (Fits, "fit_network", "steps of the network"),
                 (Gram, "add", "Grams: products"),

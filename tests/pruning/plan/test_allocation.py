@@ -13,6 +13,7 @@ from iobs.pruning.layerwise.problem import solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan import curves
 from iobs.pruning.plan.counts import Curve, keep_ranges, optimal_counts, within_support
+from iobs.pruning.plan.curves import Damages
 from iobs.pruning.recipe import Allocation
 
 LAYERS = (Layer("a", (2, 5)), Layer("b", (1, 6)), Layer("c", (2, 4)))
@@ -114,6 +115,45 @@ def test_some_rows_of_a_layer_show_its_errors(monkeypatch):
     assert second == same
     assert sampled != first
     assert sampled == pytest.approx(first, rel=0.2)
+
+
+def test_curves_of_like_layers_have_the_shape_of_a_few(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(12)])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # otherwise the signal dies out with the depth
+    data, found, solves = [torch.randn(300, 24) @ torch.randn(24, 24)], [], []
+    solved = curves._solved
+    monkeypatch.setattr(curves, "_solved", lambda tasks, *rest: solves.append(len(tasks)) or solved(tasks, *rest))
+    for whole in (12, 4):  # all layers, every third
+        solves.clear()
+        monkeypatch.setattr(curves, "WHOLE_CURVES", whole)
+        report = iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", allocation="fisher")
+        found.append(report.allocation)
+    assert solves.count(5) == 4  # and one level of each other layer, besides the trials
+    complete, shaped = found
+    for one, other in zip(complete[::3], shaped[::3], strict=True):
+        assert one.effects == other.effects
+
+    def damage(division):
+        """The damage of a division under the complete curves."""
+        keeps = [[round((1 - zeros) * 576) for zeros in layer.sparsities] for layer in complete]
+        measured = [Curve(points, layer.effects, 0.0) for points, layer in zip(keeps, complete, strict=True)]
+        return sum(curve.at((1 - layer.chosen) * 576) for curve, layer in zip(measured, division, strict=True))
+
+    assert shaped != complete
+    assert damage(shaped) < 1.1 * damage(complete)
+
+
+def test_damages_get_the_missing_points_of_like_layers():
+    like = [
+        Damages([(1, 8.0), (2, 4.0), (3, 1.0)], 9, 20.0, True),
+        Damages([(1, 2.0), (2, 1.0), (3, 0.0)], 9, 5.0, True),
+    ]
+    (first, second, third) = Damages([(2, 3.0)], 9, 10.0, True).shaped(like).points
+    assert (first, second, third) == ((1, pytest.approx(6.0)), (2, pytest.approx(3.0)), (3, pytest.approx(0.375)))
+    assert Damages([(2, 3.0)], 9, 10.0, True).shaped([]).points == [(2, 3.0)]
 
 
 @pytest.mark.parametrize("rows", [1000, 4])

@@ -162,14 +162,14 @@ def test_run_with_other_frozen_parameters_is_another_run(tmp_path):
 
 def test_stopped_run_measures_nothing_twice(tmp_path, monkeypatch):
     """Only what was measured at the moment of the stop is measured again."""
-    measure, done = CurveSweep._curves, []
+    measure, done = CurveSweep._damages, []
 
     def counted(*args):
         found = measure(*args)
         done.append(1)
         return found
 
-    monkeypatch.setattr(CurveSweep, "_curves", counted)
+    monkeypatch.setattr(CurveSweep, "_damages", counted)
     model, data = problem()
     iobs.prune(copy.deepcopy(model), data, 0.5, "one-shot", allocation="auto")
     undisturbed = len(done)

@@ -238,10 +238,10 @@ class Gram:
                 shape = "x".join(map(str, moments.shape))
                 setattr(self, name, store(f"{part}.{name}.{shape}.gram", moments))
 
-    def energy(self, weight: Tensor) -> float:
-        """Squared output of a (rows, columns) weight per input row; after `finish`."""
+    def energies(self, weight: Tensor) -> Tensor:
+        """Mean squared output of each row of a (rows, columns) weight, (rows,) float64; after `finish`."""
         matrix = weight.to(self.own.dtype).reshape(len(self.own), -1, weight.shape[1])
-        return _product(matrix, self.own, matrix)
+        return (matrix @ self.own).mul_(matrix).sum(-1, dtype=torch.float64).flatten()
 
     def linear(self, target: Tensor, group: int) -> Tensor:
         """T D X^T of one group, T X X^T without dense inputs, or Y X^T; (rows of the group, columns).

@@ -38,9 +38,11 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import attended, attended_count, class_axis, logits, unpadded
 from iobs.pruning.samples.subsets import Samples
 
-# Samples and positions of text that are measured. On SmolLM2-135M 4,096 positions divide sparsity as 8,192 do; pictures
-# have one output each, and need more of them.
+# Most samples, and most positions of text, that prices and trials are measured on.
 PROBE, PROBE_TOKENS = 300, 8192
+# Positions of text that price rows: on SmolLM2-135M twice as many move half a percent of the weights. Tables of
+# embeddings, with a row for each token, need `PROBE_TOKENS`.
+PRICED_TOKENS = 4096
 # Share of the mean price that every row has at least, besides its own. Rows that a few samples leave without a gradient
 # would otherwise be free.
 _FLOOR = 0.1
@@ -153,7 +155,8 @@ def row_fisher(
         model: the dense model, in eval mode; its parameters need not ask for gradients.
         layers: the layers to prune.
         chain: blocks along which the model can be run; empty: the model is run as a whole.
-        part: samples; at most `PROBE` of them and `PROBE_TOKENS` tokens are used, and all of them to count tokens.
+        part: samples; at most `PROBE` of them are used, and of text `PRICED_TOKENS`, or `PROBE_TOKENS` with tables. All
+            of them count tokens.
         seed: of the drawn labels.
         tables: those of the layers whose price is that of a table of an embedding.
         ranks: processes that share the samples.
@@ -162,7 +165,7 @@ def row_fisher(
     Raises:
         ProblemError: the outputs of the model have no gradient.
     """
-    share = ranks.share(part.first(PROBE, PROBE_TOKENS))
+    share = ranks.share(part.first(PROBE, PROBE_TOKENS if tables else PRICED_TOKENS))
     data, draws = [], []
     for place, batch in enumerate(share.batches):
         # A seed for each batch, so that labels do not depend on the number of ranks.

@@ -10,10 +10,10 @@ import torch
 
 from iobs.core.files import expanded
 from iobs.core.memory import resident
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Budget, Pattern, Rate, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
-from iobs.pruning.calibration.row_fisher import PROBE_TOKENS
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
 from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.cost.work import run_samples, solver_cost
 from iobs.pruning.descent.batches import in_steps
@@ -362,7 +362,8 @@ def streams_bytes(
     hidden = sizes.itemsize * sum(steps[ranks.rank :: ranks.size]) * sizes.width
     hidden = hidden * run_samples(recipe, sizes.layers, samples, holdout, ranks.size) // samples
     # The prices of rows need the input of every block at once, and what follows has its own hidden states.
-    positions = min(sum(tokens[ranks.rank :: ranks.size]), PROBE_TOKENS) if prices_rows(recipe, pattern) else 0
+    measured = PROBE_TOKENS if isinstance(pattern, (Rate, Budget)) else PRICED_TOKENS
+    positions = min(sum(tokens[ranks.rank :: ranks.size]), measured) if prices_rows(recipe, pattern) else 0
     priced = sizes.itemsize * positions * sizes.width * (sizes.blocks + 1)
     return max(held.streams * hidden + held.masters * sum(layer.weights for layer in sizes.layers), priced)
 

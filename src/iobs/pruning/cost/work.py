@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from iobs.core.patterns import Pattern, Unstructured
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.decisions import candidates
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
@@ -21,7 +21,7 @@ from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
-from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, recipe_of_curves, row_step
+from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, recipe_of_curves, row_step, with_whole_curves
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
@@ -361,23 +361,23 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     allocation = under_pattern(recipe.division, pattern)
     if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
         return []
-    probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
+    probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
     pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}
     if allocation.criterion != "uniform":
-        fast, levels = recipe_of_curves(recipe), len(LEVELS)
+        fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
-            settings = fast.for_layer(layer.name)
+            settings, levels = fast.for_layer(layer.name), len(LEVELS) if layer in whole else 1
             of_layer = Solves(settings, prices.of_curves or prices)
             single += of_layer.seconds(layer, rows=rows)
             if workload.ranks == 1 and can_share([layer] * levels, [settings] * levels):
                 solves += of_layer.seconds(layer, rows=rows * levels)
             else:
-                solves += of_layer.seconds(layer, rows=rows) * levels
+                solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
-        pieces["allocation"] += solves / min(workload.ranks, levels) + grams + passes
+        pieces["allocation"] += solves + grams + passes
     mean = pieces["allocation"] / len(workload.layers)
     parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
     share = EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out

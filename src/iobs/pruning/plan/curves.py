@@ -4,6 +4,9 @@ A sweep through the dense model gives the Gram of every layer. The layer is solv
 squared output errors are priced by the Fisher information of the rows. Errors on the samples that a layer was solved
 for are too small, so a part of the calibration samples measures them.
 
+Curves of the same layer in different blocks have different heights and nearly one shape. Of a deep model a few blocks
+are measured at all densities, the others at one, and get the shape of those.
+
 Where a model gives one output for a sample, errors at many positions come together in it, and prices that add up
 squares can be wrong by a factor. There the damage of each layer is also measured once, at the density of the whole
 model, and scales its curve. The trials of all layers share a fixed number of samples: their cost is linear in depth.
@@ -12,11 +15,12 @@ model, and scales its curve. The trials of all layers share a fixed number of sa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
@@ -37,36 +41,74 @@ from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
 
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
-CURVE_TOKENS = 8192  # most positions of text for curves; twice as many move half a percent of the weights (LOG.md)
+CURVE_TOKENS = 4096  # most positions of text for curves; twice as many move a hundredth of the weights (LOG.md)
+WHOLE_CURVES = 8  # of like layers in different blocks, about how many are measured at all densities
+SINGLE = 1  # position of the density at which the others are measured
 POSITIONS = 16  # positions per sample of a convolution; curves need fewer than weights do
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
 
 TRIAL_SAMPLES = 6000  # of the trials of all layers together; a pass of each through the whole model
 _NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for a layer: others have uneven zeros
+_LEAST_SHARE = 1e-12  # of the energy, below which a damage is rounding
 _LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
 
 
 @dataclass(frozen=True)
 class LayerCurve:
-    """Damages of one layer.
-
-    Attributes:
-        curve: by kept entries.
-        priced: True if the damages are in nats; otherwise they are relative errors, since no price is known.
-    """
+    """Damages of one layer by kept entries, and whether a price in nats is known for them."""
 
     curve: Curve
     priced: bool
 
-    def values(self) -> JsonObject:
-        """JSON values."""
-        return {"curve": asdict(self.curve), "priced": self.priced}
+
+@dataclass(frozen=True)
+class Damages:
+    """Measured damages of one layer.
+
+    Attributes:
+        points: (kept entries, damage), ascending in the entries; some of those that the curve needs.
+        full: number of nonzero entries of the dense layer.
+        energy: damage with no entries.
+        priced: True if the damages are in nats; otherwise they are relative errors, since no price is known.
+        trial: (kept entries, KL divergence in nats) of the model with the layer pruned; None without a trial.
+    """
+
+    points: list[tuple[int, float]]
+    full: int
+    energy: float
+    priced: bool
+    trial: tuple[int, float] | None = None
 
     @classmethod
-    def of(cls, values: JsonObject) -> LayerCurve:
-        """The curve with these values."""
-        return cls(Curve(**values["curve"]), values["priced"])
+    def of(cls, values: JsonObject) -> Damages:
+        """The damages with these JSON values."""
+        points = [(int(keep), float(damage)) for keep, damage in values["points"]]
+        trial = None if values["trial"] is None else (int(values["trial"][0]), float(values["trial"][1]))
+        return cls(points, values["full"], values["energy"], values["priced"], trial)
+
+    def shaped(self, like: Sequence[Damages]) -> Damages:
+        """The damages with all points of layers of one kind, from a single point and the shape of their curves.
+
+        The shape is the median: layers with redundant inputs have damages of nearly zero at some densities.
+        """
+        ((measured, damage),) = self.points
+        curves = [{keep: max(value, _LEAST_SHARE * one.energy) for keep, value in one.points} for one in like]
+        ratios: dict[int, list[float]] = {}
+        for curve in curves:
+            for keep, value in curve.items() if curve.get(measured) else ():
+                ratios.setdefault(keep, []).append(value / curve[measured])
+        points = [(keep, damage * median(values)) for keep, values in ratios.items()]
+        return replace(self, points=points or self.points)
+
+    def curve(self) -> Curve:
+        """The curve through all points."""
+        curve = Curve.of([*self.points, (self.full, 0.0)], self.energy)
+        if self.trial is None or curve.at(self.trial[0]) <= 0:
+            return curve
+        factor = self.trial[1] / curve.at(self.trial[0])
+        factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
+        return curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
 
 
 def fit_and_evaluation(calibration: Samples, heldout: Samples, seed: int) -> tuple[Samples, Samples]:
@@ -119,6 +161,14 @@ def row_step(rows: int, groups: int) -> int:
     return 1 if groups > 1 else max(1, rows // CURVE_ROWS)
 
 
+def with_whole_curves(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers that are measured at all densities: all of a few like ones, evenly spread ones of many."""
+    kinds: dict[tuple[str, tuple[int, int]], list[Layer]] = {}
+    for layer in layers:
+        kinds.setdefault(_kind(layer), []).append(layer)
+    return [layer for like in kinds.values() for layer in like[:: math.ceil(len(like) / WHOLE_CURVES)]]
+
+
 def recipe_of_curves(recipe: Recipe) -> Recipe:
     """The recipe of the solves that measure damages: quick, and on no grid."""
     fast = recipe.with_quick_solver()
@@ -150,8 +200,14 @@ class CurveSweep:
 
         Layers that no gradient reaches have a typical price: the geometric mean of the energies of the others.
         """
-        measured = dict(self._measured())
-        energies = [entry.curve.energy for entry in measured.values() if entry.priced]
+        damages = dict(self._measured())
+        curves: dict[Layer, LayerCurve] = {}
+        for layer, entry in damages.items():
+            if len(entry.points) == 1 and layer not in self._whole:
+                like = [damages[other] for other in self._whole if _kind(other) == _kind(layer) and other in damages]
+                entry = entry.shaped(like)
+            curves[layer] = LayerCurve(entry.curve(), entry.priced)
+        energies = [curve.curve.energy for curve in curves.values() if curve.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
         if not energies:
             self.workspace.note(
@@ -159,26 +215,30 @@ class CurveSweep:
             )
         return {
             layer: entry if entry.priced else replace(entry, curve=entry.curve.times(typical))
-            for layer, entry in measured.items()
+            for layer, entry in curves.items()
         }
 
-    def _measured(self) -> Iterator[tuple[Layer, LayerCurve]]:
+    @cached_property
+    def _whole(self) -> dict[Layer, None]:
+        return dict.fromkeys(with_whole_curves(self.layers))
+
+    def _measured(self) -> Iterator[tuple[Layer, Damages]]:
         workspace = self.workspace
         fisher = workspace.fisher  # before the sweep: its passes load and release blocks
         parts = fit_and_evaluation(workspace.fit, workspace.heldout, workspace.request.seed)
         sweep = dense_sweep(workspace, self.layers, *parts)
         done = 0
         for group in sweep.groups():
-            statistics = cache(group.statistics)  # not called if the checkpoint holds the curves
+            statistics = cache(group.statistics)  # not called if the checkpoint holds the damages
             for layer in group.layers:
                 values = workspace.checkpoint.remembered(
-                    f"curves of {layer.name}", partial(self._curves, layer, statistics, fisher)
+                    f"damages of {layer.name}", partial(self._damages, layer, statistics, fisher)
                 )
                 if self.statistics is not None:
                     self.statistics[layer] = statistics()
                 done += 1
                 workspace.callbacks.on_measure("error curves of layers", done, len(self.layers))
-                yield layer, LayerCurve.of(values)
+                yield layer, Damages.of(values)
 
     @torch.no_grad()
     def weight_at(self, layer: Layer, keep: int) -> Tensor:
@@ -189,35 +249,36 @@ class CurveSweep:
         return weight
 
     @torch.no_grad()
-    def _curves(self, layer: Layer, inputs: Callable[[], Statistics], fisher: RowFisher) -> JsonObject:
-        """The values of the damages of one layer at all densities."""
+    def _damages(self, layer: Layer, inputs: Callable[[], Statistics], fisher: RowFisher) -> JsonObject:
+        """The values of the damages of one layer, at all densities or at one."""
         statistics = inputs()
         dense = layer.read(self.workspace.store.model)
         gram = statistics.heldout or statistics.calibration
         prices = fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
-        step = row_step(layer.shape[0], layer.groups) if full >= _NEARLY_DENSE * layer.weights else 1
-        sample = _spread(gram, dense, prices, step)
+        complete = full >= _NEARLY_DENSE * layer.weights
+        of_rows = _damages_of_rows(gram, dense, prices)
+        step = row_step(layer.shape[0], layer.groups) if complete else 1
+        sample = _spread(of_rows, step)
         rows, prices_of_rows = dense[sample], None if prices is None else prices[sample.cpu()]
-        energy = _damage(gram, dense, prices)
-        sampled = energy if step == 1 else _damage(gram, rows, prices_of_rows)
+        energy, sampled = float(of_rows.sum()), float(of_rows[sample].sum())
         scale = (energy if prices is not None else 1.0) / max(sampled, 1e-30)
         wanted = [max(1, round(density * layer.weights)) for density in self.densities]
         wanted = [keep for keep in dict.fromkeys(wanted) if keep < full]
+        if complete and layer not in self._whole:
+            wanted = wanted[SINGLE : SINGLE + 1] or wanted
         weights = _solved([self._task(layer, rows, keep, sample) for keep in wanted], statistics)
         points: list[tuple[int, float]] = []
         for keep, weight in zip(wanted, weights, strict=True):
-            damage = scale * _damage(gram, weight - rows, prices_of_rows)
+            damage = scale * float(_damages_of_rows(gram, weight - rows, prices_of_rows).sum())
             # A damage that grows with more entries is noise of the solver.
             points.append((keep, min([damage, *(before for _, before in points)])))
-        curve = Curve.of([*points, (full, 0.0)], energy if prices is not None else 1.0)
-        keep = 0 if self.tried is None else max(1, round(self.tried * layer.weights))
-        if self._answers.batches and prices is not None and 0 < keep < full and curve.at(keep) > 0:
+        trial, keep = None, 0 if self.tried is None else max(1, round(self.tried * layer.weights))
+        if self._answers.batches and prices is not None and 0 < keep < full:
             (weight,) = _solved([self._task(layer, dense, keep)], statistics)
-            factor = self._divergence(layer, weight) / curve.at(keep)
-            factor = factor if math.isfinite(factor) else _MOST_CORRECTION  # the network is destroyed
-            curve = curve.times(min(max(factor, 1 / _MOST_CORRECTION), _MOST_CORRECTION))
-        return LayerCurve(curve, prices is not None).values()
+            trial = keep, self._divergence(layer, weight)
+        priced = prices is not None
+        return asdict(Damages(points, full, energy if priced else 1.0, priced, trial))
 
     @cached_property
     def _answers(self) -> Samples:
@@ -258,24 +319,23 @@ def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
     return ranks.each(weight, len(tasks), tasks[0].current)
 
 
-def _spread(gram: Gram, weight: Tensor, prices: Tensor | None, step: int) -> Tensor:
-    """Numbers of the rows that stand for a layer: every step-th in the order of the prices of their outputs, int64.
+def _kind(layer: Layer) -> tuple[str, tuple[int, int]]:
+    """The name without the numbers of blocks, and the shape; layers that share them have curves of like shape."""
+    return re.sub(r"\d+", "*", layer.name), layer.shape
 
-    Few rows may have most of the price. In this order, every part of it has its share.
+
+def _spread(of_rows: Tensor, step: int) -> Tensor:
+    """Numbers of the rows that stand for a layer: every step-th in the order of their energies, int64.
+
+    Few rows may have most of the energy. In this order, every part of it has its share.
     """
-    if step == 1:
-        return torch.arange(len(weight), device=weight.device)
-    own = weight.to(gram.own.dtype)
-    energies = ((own @ gram.own[0]) * own).sum(1)
-    return (energies if prices is None else energies * prices.to(energies)).argsort()[step // 2 :: step]
+    return torch.arange(len(of_rows), device=of_rows.device) if step == 1 else of_rows.argsort()[step // 2 :: step]
 
 
-def _damage(gram: Gram, change: Tensor, prices: Tensor | None) -> float:
-    """The price of a change (rows, columns) of a layer's weight; without prices its squared output error."""
-    if prices is None:
-        return gram.energy(change)
-    scale = prices.sqrt().to(change.device, torch.promote_types(change.dtype, torch.float32))
-    return gram.energy(change * scale[:, None])
+def _damages_of_rows(gram: Gram, change: Tensor, prices: Tensor | None) -> Tensor:
+    """The price of a change (rows, columns) of each row, (rows,) float64; without prices its squared output error."""
+    errors = gram.energies(change)
+    return errors if prices is None else errors * prices.to(errors)
 
 
 @contextmanager
