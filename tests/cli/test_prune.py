@@ -181,6 +181,8 @@ def test_dry_run_of_a_size_shows_its_bits_and_its_least(run, tmp_path):
     shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
     assert "bits a weight" in shown
     assert "4.1" in shown or "4.2" in shown
+    plan = json.loads(run("prune", "--pattern", "2:4", "--bits-per-weight", "4", "--dry-run", "--json", *QUICK).stdout)
+    assert all(2 * row["zeros"] == prod(row["shape"]) for row in plan["layers"])
     plan = json.loads(run("prune", "--sparsity", "50%", "--bits", "4", "--dry-run", "--json", *QUICK).stdout)
     assert all(2 * row["zeros"] == prod(row["shape"]) < row["bits"] for row in plan["layers"])
     assert "even division" in plan["about"]

@@ -33,7 +33,7 @@ def test_rounding_is_its_definition():
     problem = layer()
     lower = torch.linalg.cholesky(problem.matrix)
     half = SuccessiveRounding(torch.bfloat16)  # its steps are not fitted to the integers
-    found = half._rounded((problem.centre() @ lower).float(), lower.float(), 0.25)
+    found = half._rounded((problem.centre() @ lower).float(), lower.float(), 0.25, torch.ones(96, 40, dtype=torch.bool))
     assert torch.allclose(found.weight(torch.float32).double(), rounded_slowly(problem, torch.tensor(0.25), 1))
 
 
@@ -75,8 +75,24 @@ def test_wrong_patterns_and_solvers_are_refused():
     for bits in (0, -1, 13, "3", True, float("nan")):
         with pytest.raises(PatternError, match="A rate has"):
             iobs.Rate(bits)
-    with pytest.raises(PatternError, match="takes no zeros yet"):
-        iobs.Unstructured(0.5) & iobs.Rate(3.0)
+    for zeros in (iobs.Grid(4), iobs.Structured(0.3), iobs.Unstructured(0.5) & iobs.Rate(3.0)):
+        with pytest.raises(PatternError):
+            zeros & iobs.Rate(3.0)
+
+
+@pytest.mark.parametrize("zeros", [iobs.Unstructured(0.5), iobs.NM(2, 4)])
+def test_integers_have_the_zeros_of_a_pattern(zeros):
+    """The error is at most that of the zeros and of the integers, each alone, together."""
+    problem, rate = layer(96, 64), iobs.Rate(3.0)
+    both = iobs.solve(problem, zeros & rate, damping=0.01)
+    assert zeros & rate == rate & zeros
+    assert int((both.weight == 0).sum()) >= both.weight.numel() // 2
+    assert not both.weight[~both.mask].any()
+    assert torch.equal(iobs.solve(problem, zeros, damping=0.01).mask, both.mask)
+    assert Integers.of(both.weight).bits() <= 1.002 * 3.0 * both.weight.numel()
+    least = problem.loss(problem.centre()).sum()
+    alone = [float(iobs.solve(problem, pattern, damping=0.01).loss.sum() - least) for pattern in (zeros, rate)]
+    assert max(alone) < float(both.loss.sum() - least) < 1.5 * sum(alone)
 
 
 def test_codes_stay_small_enough_to_be_exact():

@@ -25,7 +25,8 @@ class PatternOptions:
         pattern (N:M|structured:SHARE): Instead: keep N of every M neighbours, as 2:4; or remove whole units, as
             structured:30%.
         bits (2..8): Values of the kept weights on a grid; alone, without --sparsity or --pattern, no zeros.
-        bits_per_weight (NUMBER): Instead: integers whose entropy code has this many bits a weight, as 3.0.
+        bits_per_weight (NUMBER): Integers whose entropy code has this many bits a weight, as 3.0; alone, or with the
+            zeros of --sparsity or --pattern.
         megabytes (NUMBER): Instead: integers so that the packed file of the whole network has this size, embeddings
             and heads included.
         of (COST): Of structured:SHARE: macs (default), parameters or latency.
@@ -60,11 +61,15 @@ class PatternOptions:
         for option, size in sizes.items():
             if size is None:
                 continue
-            if text is not None or self.bits is not None or None not in sizes.values():
+            with_zeros = text is not None and option == "--megabytes"
+            if with_zeros or self.bits is not None or None not in sizes.values():
                 raise typer.BadParameter(
-                    "give one of --sparsity, --pattern, --bits, --bits-per-weight and --megabytes", param_hint=option
+                    "give one of --bits, --bits-per-weight and --megabytes, and --megabytes without --sparsity or "
+                    "--pattern",
+                    param_hint=option,
                 )
-            return Rate(size) if option == "--bits-per-weight" else Budget(megabytes=size)
+            rate = Rate(size) if option == "--bits-per-weight" else Budget(megabytes=size)
+            return rate if text is None else parse(f"{text}+{rate}")
         for name in ("of", "runtime", "units"):
             value = getattr(self, name)
             if value is not None and not (text or "").startswith("structured"):

@@ -50,9 +50,11 @@ def by_channel(pattern: Pattern, columns: int, kernel: int) -> Tensor | None:
 
 
 def entries_of(pattern: Pattern) -> Pattern:
-    """The pattern without its grid; for `Grid` and `Rate` a pattern that keeps all entries."""
+    """The pattern without its grid or rate; a pattern that keeps all entries if it has no zeros."""
     if isinstance(pattern, SparseGrid):
         return pattern.pattern
+    if isinstance(pattern, Rate) and pattern.zeros is not None:
+        return pattern.zeros
     return Unstructured(0.0) if isinstance(pattern, (Grid, Rate)) else pattern
 
 

@@ -28,7 +28,6 @@ _WIDEST = 62 - 24  # octaves between whole numbers of 24 bits
 _OFFSET = 4 * _LEVELS  # class 0 holds spreads up to 1/16
 # Bits of a file beside the entropy, measured: of a class, of a step, of what rows and columns have, and once.
 _TABLE_BITS, _STEP_BITS, _SIDE, _HEAD_BITS = 48, 15, 1.6, 400
-_MORE = 1.002  # tables of two numbers have a little longer codes than the entropy
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class Classes:
         counts = counts.reshape(len(raw), width).double()
         whole = counts.sum(1)
         entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
-        return total + float(_MORE * entropy + whole @ raw.double()) + _TABLE_BITS * int((whole > 0).sum())
+        return total + float(entropy + whole @ raw.double()) + _TABLE_BITS * int((whole > 0).sum())
 
 
 def looks_coded(tensor: Tensor) -> bool:

@@ -206,31 +206,41 @@ class Rate:
     """Weights as whole numbers times a step for each column, whose entropy code has a number of bits a weight.
 
     Zero is a whole number like others, the one with the shortest code. Tables, steps and classes of the code count.
+    `pattern & rate` has the zeros of the pattern besides: `NM(2, 4) & Rate(2.5)`, in either order.
 
     Args:
-        bits: of a weight, on average.
+        bits: of a weight, on average; zeros are weights too.
+        zeros: entries that are kept, and those that are zero; None: any entry may be zero.
 
     Raises:
-        PatternError: `bits` is not a number above 0 and at most 12.
+        PatternError: `bits` is not a number above 0 and at most 12, or `zeros` is not `Unstructured` or `NM`.
     """
 
     bits: float
+    zeros: Unstructured | NM | None = None
 
     def __post_init__(self) -> None:
         if not is_a(Real, self.bits) or not 0 < self.bits <= _MOST_BITS:
             raise PatternError(f"A rate has more than 0 and at most {_MOST_BITS} bits a weight, got {self.bits!r}.")
+        if isinstance(self.zeros, Structured):
+            raise self.zeros.alone(Rate(self.bits))
+        if not isinstance(self.zeros, (Unstructured, NM, type(None))):
+            raise PatternError(f"A rate combines with one Unstructured or NM, got {self.zeros!r}.")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
-        """One group that keeps all entries."""
-        return Partition(1, shape[0] * shape[1], shape[0] * shape[1])
+        """Partition of the zeros; one group that keeps all entries without them."""
+        return Unstructured(0.0).groups(shape) if self.zeros is None else self.zeros.groups(shape)
 
-    def __and__(self, pattern: object) -> Rate:
-        raise PatternError(f"{self} takes no zeros yet: give {self} or {pattern} alone; zero is its shortest integer.")
+    def __and__(self, pattern: Unstructured | NM) -> Rate:
+        if self.zeros is not None:
+            raise PatternError(f"{self} has zeros already, so {pattern} cannot be added.")
+        return Rate(self.bits, pattern)
 
     __rand__ = __and__
 
     def __str__(self) -> str:
-        return f"rate:{self.bits:.12g}"
+        rate = f"rate:{self.bits:.12g}"
+        return rate if self.zeros is None else f"{self.zeros} at {rate}"
 
 
 _MOST_BITS = 12
@@ -294,16 +304,18 @@ def keep_count(size: int, sparsity: float) -> int:
 def parse(text: str) -> Pattern:
     """Read a pattern from text: "2:4", "0.5", "50%", "int4", "int3/64" (64 columns share a scale) or "50%+int4".
 
-    "rate:3.0" makes weights integers whose code has 3 bits a weight. "60MB" is the size of the network's file, and
-    "budget:3.0" that of 3 bits for each of its parameters.
+    "rate:3.0" makes weights integers whose code has 3 bits a weight, and "2:4+rate:2.5" has zeros besides. "60MB" is
+    the size of the network's file, and "budget:3.0" that of 3 bits for each of its parameters.
 
     "structured:30%" removes units of a network; its options follow, as in "structured:30%,of=latency,runtime=onnx".
 
     Raises:
         PatternError: the text is not a pattern.
     """
-    if text.startswith("rate:"):
-        return Rate(_number(text.removeprefix("rate:"), text))
+    zeros, is_rate, bits = text.rpartition("rate:")
+    if is_rate:
+        rate = Rate(_number(bits, text))
+        return rate & parse(zeros.removesuffix("+")) if zeros else rate  # type: ignore[operator]
     if text.startswith("budget:"):
         return Budget(bits_per_weight=_number(text.removeprefix("budget:"), text))
     if text.upper().endswith("MB"):

@@ -2,11 +2,12 @@
 
 The integers are coded by asymmetric numeral systems (Duda, 2013) with states of 32 bits, words of 16 bits and tables of
 14 bits. Each class of integers has a table that two numbers make: a normal distribution whose spread is itself spread
-log-normally. Several interleaved states share one stream of words, so that a processor decodes them at once.
+log-normally. Where it is far from that, as beside the zeros of a mask, a byte for each integer says its frequency.
+Several interleaved states share one stream of words, so that a processor decodes them at once.
 
     head     rows, columns, states, bytes of scales and of classes, words      6 uint32, little-endian like all numbers
     scales   compressed by zlib: steps and factors as bfloat16
-    classes  compressed by zlib: classes of columns and rows as int8, tables of classes
+    classes  compressed by zlib: classes of columns and rows as int8, tables of classes each with its bytes
     words    uint16, the states first
     sums     CRC-32 of the tables as they were made, and of all before it
 
@@ -34,6 +35,9 @@ _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
 _TAIL_UNITS = 8
+_LISTED = 255  # in place of a tail: a table has a byte for each integer, its length in eighths of a bit
+_UNITS_OF_LENGTH = 8
+_BITS_OF_LENGTH = 7  # of such a byte, compressed
 _CHANGES = ((0, 1), (0, -1), (1, 0), (-1, 0), (-1, 1), (1, -1))
 _NODES, _SHARES = np.polynomial.hermite_e.hermegauss(7)
 _STATE_ENTRIES = 4096  # entries of a matrix for each state
@@ -46,19 +50,43 @@ class Tables:
 
     Attributes:
         entries: (classes,) of `_ENTRY`: class, spread, tail, and the least and the greatest integer without raw bits.
+        lengths: (symbols,) uint8 of each class that is `_LISTED`; empty of the others.
         starts: (symbols + classes,) uint16, cumulative frequencies of the symbols of one class after another.
         places: (classes,) int64, where the symbols of each class begin in `starts`.
     """
 
     entries: NDArray[np.void]
+    lengths: list[NDArray[np.uint8]]
     starts: NDArray[np.uint16]
     places: NDArray[np.int64]
 
     @classmethod
-    def of(cls, entries: NDArray[np.void]) -> Tables:
-        """The tables that entries describe."""
-        starts, places = _starts(entries)
-        return cls(entries, starts, places)
+    def of(cls, entries: NDArray[np.void], lengths: list[NDArray[np.uint8]]) -> Tables:
+        """The tables that entries and lengths describe."""
+        starts, places = _starts(entries, lengths)
+        return cls(entries, lengths, starts, places)
+
+    def described(self) -> bytes:
+        """Entries, each with its lengths."""
+        return b"".join(
+            entry.tobytes() + of_it.tobytes() for entry, of_it in zip(self.entries, self.lengths, strict=True)
+        )
+
+    @classmethod
+    def read(cls, described: bytes) -> Tables:
+        """The tables from the result of `described`.
+
+        Raises:
+            ValueError: the bytes end within a table.
+        """
+        entries, lengths = [], []
+        while described:
+            entry = np.frombuffer(described, _ENTRY, 1)
+            count = int(entry["high"][0]) - int(entry["low"][0]) + 1 if entry["tail"][0] == _LISTED else 0
+            entries.append(entry)
+            lengths.append(np.frombuffer(described, np.uint8, count, _ENTRY.itemsize))
+            described = described[_ENTRY.itemsize + count :]
+        return cls.of(np.concatenate(entries), lengths)
 
 
 def encode(integers: Integers) -> bytes:
@@ -71,11 +99,12 @@ def encode(integers: Integers) -> bytes:
     table = (classes.rows.to(short)[:, None] + classes.columns.to(short)).clamp_(min=0).numpy()
     codes = integers.codes.numpy()
     numbers = np.unique(table)
-    tables = Tables.of(np.array([_fitted(int(number), codes[table == number]) for number in numbers], _ENTRY))
+    fitted = [_fitted(int(number), codes[table == number]) for number in numbers]
+    tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
     states = min(_MOST_STATES, -(-codes.size // _STATE_ENTRIES))
     scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
     numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
-    described = zlib.compress(numbers_of + tables.entries.tobytes(), 9)
+    described = zlib.compress(numbers_of + tables.described(), 9)
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
@@ -132,7 +161,7 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
         described = zlib.decompress(data[classes_at:words_at])
         by_column = np.frombuffer(described, np.int8, columns)
         by_row = np.frombuffer(described, np.int8, rows, columns)
-        tables = Tables.of(np.frombuffer(described[rows + columns :], _ENTRY))
+        tables = Tables.read(described[rows + columns :])
     except (struct.error, zlib.error, ValueError, IndexError) as error:
         raise damaged from error
     if not 1 <= states <= _MOST_STATES or count < 2 * states:
@@ -156,14 +185,18 @@ def _lookup(tables: Tables) -> tuple[NDArray[np.uint16], NDArray[np.int64], NDAr
     return tables.starts, places, least, raw
 
 
-def _starts(entries: NDArray[np.void]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+def _starts(
+    entries: NDArray[np.void], lengths: list[NDArray[np.uint8]]
+) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     """Cumulative frequencies of the symbols of classes, each from 0 to 2^14, and where each class begins."""
     counts = entries["high"].astype(np.int64) - entries["low"] + 1
     places = np.concatenate([[0], np.cumsum(counts + 1)[:-1]])
     cumulative = _cumulative(entries)
     starts = np.zeros(len(cumulative), np.uint16)
-    for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+    for place, count, listed in zip(places.tolist(), counts.tolist(), lengths, strict=True):
         shares = np.diff(cumulative[place : place + count + 1])
+        if listed.size:
+            shares = 2.0 ** -(listed / _UNITS_OF_LENGTH)
         frequencies = 1 + (shares * (((1 << PRECISION) - count) / shares.sum())).astype(np.int64)
         frequencies[shares.argmax()] += (1 << PRECISION) - frequencies.sum()
         starts[place + 1 : place + count + 1] = np.cumsum(frequencies)
@@ -188,8 +221,8 @@ def _normal(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, int]:
-    """The table of a class with the shortest code."""
+def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[tuple[int, int, int, int, int], NDArray[np.uint8]]:
+    """The table of a class with the shortest code, and the lengths of its integers if it lists them."""
     high = codes >> raw_bits(number)
     low, top = int(high.min()), int(high.max())
     counts = np.bincount(high - low)
@@ -213,7 +246,12 @@ def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[int, int, int, int, 
             for place in around
             if place not in lengths_of and abs(place[0]) <= 127 and 0 <= place[1] <= _TAIL_UNITS
         ]
-    return number, *best, low, top
+    used = counts[counts > 0]
+    entropy = float(used @ np.log2(counts.sum() / used))
+    if entropy + _BITS_OF_LENGTH * len(counts) < lengths_of[best]:
+        lengths_listed = -_UNITS_OF_LENGTH * np.log2(np.maximum(counts, 2.0**-31) / counts.sum())
+        return (number, 0, _LISTED, low, top), np.clip(lengths_listed.round(), 0, 255).astype(np.uint8)
+    return (number, *best, low, top), np.empty(0, np.uint8)
 
 
 def _half(values: Tensor) -> NDArray[np.uint16]:

@@ -97,13 +97,16 @@ def _checked(pattern: Pattern | None, matrices: Iterator[Matrix], layers: Collec
 
 
 def _within(rate: Rate, matrices: Iterator[Matrix], layers: Collection[str] | None) -> list[AuditRow]:
-    """Rows of matrices that need at most the bits of a rate together; `bits` is positive for these."""
+    """Rows of matrices that need at most the bits of a rate together, and have its zeros; `bits` is positive there."""
     no_integers = "are no integers times a step for each column"
     rows = []
-    for name, matrix, _ in matrices:
+    for name, matrix, kernels in matrices:
         row = counted(name, matrix)
         if layers is None or name in layers:
             row.bits = coded_bits(matrix)
+            if row.bits is not None:
+                check(name, matrix, rate, kernels)
+                row.asked = asked_zeros(rate, row.shape)
         if row.bits is None and layers is not None and name in layers:
             raise AuditError(f"The weights of layer {name!r} {no_integers}. {_CHANGED}")
         rows.append(row)

@@ -241,13 +241,16 @@ def selected_for(
 ) -> Selection:
     """The layers to prune: embeddings too if integers are coded, and all matrices if the bytes of a file are given.
 
+    Zeros besides the integers are those of products: embeddings then stay dense.
+
     Raises:
         ModelError, LayerSelectionError, NonFiniteError: as in `network.selection.select`.
     """
     if isinstance(pattern, Budget) and include is None:
         require_merged(store.model)
         include = "*"
-    return store.select(include, ignore, depthwise, isinstance(pattern, (Rate, Budget)))
+    coded = isinstance(pattern, Budget) or (isinstance(pattern, Rate) and pattern.zeros is None)
+    return store.select(include, ignore, depthwise, coded)
 
 
 def requested(

@@ -21,6 +21,7 @@ from iobs.core.linalg import cholesky
 from iobs.core.patterns import Pattern, Rate
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import PatternError
+from iobs.solvers.admm import ADMM
 
 _BLOCK = 64  # columns whose errors are carried to the columns before them in one product
 _CLOSE = 0.002  # bits are met within this share from below
@@ -49,32 +50,39 @@ class SuccessiveRounding:
         """
         if not isinstance(pattern, Rate):
             raise PatternError(f"Successive rounding takes iobs.Rate, got {pattern}.")
+        centre, mask = problem.centre().double(), torch.ones(problem.shape, dtype=torch.bool, device=problem.device)
+        if pattern.zeros is not None:
+            # The weights of the best zeros: rounding from the dense ones has twice the error.
+            pruned = ADMM()(problem, pattern.zeros)
+            centre, mask = pruned.weight.double(), pruned.mask
         lower = cholesky(problem.matrix.double())
-        centre = problem.centre().double()
         target, lower = (centre @ lower).float(), lower.float()
         entries = centre.numel()
         most_bits = pattern.bits * entries
         spread = centre.square().mean(0).sqrt() * lower.diagonal()
         octaves = torch.log2(spread.clamp_min(1e-30)).double()
         octave = level_at(pattern.bits, lambda level: float(bits_at(octaves, level).mean()), [octaves])
-        low, high = -math.inf, math.inf  # errors, as octaves, that need too many bits, and few enough
+        # Errors, as octaves, that need too many bits and few enough, and these bits.
+        low, high = (-math.inf, math.inf), (math.inf, 0.0)
         best: Integers | None = None
         bits = spent = math.inf
+        wanted = (1 - _CLOSE / 2) * most_bits
         for _ in range(_TRIALS):
-            rounded = self._rounded(target, lower, 2.0**octave)
+            rounded = self._rounded(target, lower, 2.0**octave, mask)
             bits = rounded.bits()
             if bits <= most_bits:
-                high, best, spent = octave, rounded, bits
+                high, best, spent = (octave, bits), rounded, bits
                 if bits >= (1 - _CLOSE) * most_bits or not bool(rounded.codes.any()):
                     break
             else:
-                low = octave
-            # One octave is about one bit of each entry that is not zero.
-            share = max(0.1, float((rounded.codes != 0).float().mean()))
-            aimed = octave + ((bits - (1 - _CLOSE / 2) * most_bits) / entries) / share
-            aimed = min(max(aimed, octave - _MOST_SHIFT), octave + _MOST_SHIFT)
-            inside = low < aimed < high
-            octave = aimed if inside else (low + high) / 2
+                low = octave, bits
+            if math.inf in (high[0], -low[0]):
+                # One octave is about one bit of each entry that is not zero.
+                share = max(0.1, float((rounded.codes != 0).float().mean()))
+                aimed = octave + (bits - wanted) / entries / share
+                octave = min(max(aimed, octave - _MOST_SHIFT), octave + _MOST_SHIFT)
+            else:
+                octave = low[0] + (high[0] - low[0]) * (low[1] - wanted) / (low[1] - high[1])
         if best is None:
             raise PatternError(
                 f"{pattern} is less than the steps and tables of a matrix of {centre.shape[0]} x {centre.shape[1]} "
@@ -82,17 +90,17 @@ class SuccessiveRounding:
             )
         weight = best.codes.to(problem.dtype) * best.steps.to(problem.dtype)
         steps = best.steps.double()
-        mask = torch.ones_like(weight, dtype=torch.bool)
         factors = torch.ones(len(weight), dtype=steps.dtype, device=steps.device)
         return Solution.of(problem, weight, mask, steps=steps, factors=factors, bits=spent / entries)
 
-    def _rounded(self, target: Tensor, lower: Tensor, error: float) -> Integers:
+    def _rounded(self, target: Tensor, lower: Tensor, error: float, mask: Tensor) -> Integers:
         """Integers and steps with one error of the columns.
 
         Args:
             target: C L, (rows, columns) float32.
             lower: L, (columns, columns) float32.
             error: c, the distance of the points of every column in the metric.
+            mask: boolean (rows, columns); the integers are zero outside. Columns before carry what is missing there.
         """
         half = self.dtype.itemsize == 2
         diagonal = lower.diagonal()
@@ -102,9 +110,10 @@ class SuccessiveRounding:
         for stop in range(target.shape[1], 0, -_BLOCK):
             span = slice(max(0, stop - _BLOCK), stop)
             block, square = target[:, span].T.contiguous(), lower[span, span]
+            kept = mask[:, span].T.float()
             residual = torch.empty_like(block)
             for j in range(len(block) - 1, -1, -1):
-                value, size = block[j], float(diagonal[span.start + j])
+                value, size = block[j] * kept[j], float(diagonal[span.start + j])
                 step, largest = float(first[span.start + j]), float(value.abs().max())
                 while largest > _LARGEST * step * size:  # a larger code would not be exact
                     step *= 2

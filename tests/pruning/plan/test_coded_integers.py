@@ -99,12 +99,43 @@ def test_zeros_of_an_earlier_run_are_said_to_be_lost():
 def test_rates_as_text_and_in_rules():
     assert parse("rate:2.5") == Rate(2.5)
     assert parse(str(Rate(2.5))) == Rate(2.5)
+    assert parse("50%+rate:2.5") == Rate(2.5, iobs.Unstructured(0.5))
+    assert parse("2:4+rate:2.5") == iobs.NM(2, 4) & Rate(2.5)
     with pytest.raises(PatternError, match=r"rate:3\.0"):
         parse("rate:much")
     model = network()
     rules = [iobs.Rule("2", pattern="rate:6"), iobs.Rule("4", dense=True)]
     report = iobs.prune(model, batches(), iobs.Rate(BITS), "one-shot", rules=rules)
     assert {row.name: round(row.bits / row.weights) for row in report.audit} == {"0": 4, "2": 6}
+
+
+@pytest.mark.parametrize("recipe", ["one-shot", "fast"])
+@pytest.mark.parametrize("zeros", [iobs.Unstructured(0.5), iobs.NM(2, 4)], ids=str)
+def test_networks_have_zeros_and_bits(zeros, recipe, tmp_path):
+    model, pattern = network(), zeros & Rate(BITS)
+    report = iobs.prune(model, batches(), pattern, recipe)
+    audit = iobs.audit(model, pattern, [row.name for row in report.audit])
+    assert all(2 * row.zeros >= row.weights == 2 * row.asked for row in audit)
+    weights = sum(row.weights for row in audit)
+    assert sum(row.bits for row in audit) <= 1.003 * BITS * weights
+    iobs.save_packed(model, tmp_path / "packed")
+    size = sum(file.stat().st_size for file in (tmp_path / "packed").rglob("*.safetensors"))
+    assert size < 1.15 * BITS / 8 * weights + 4 * 224 + 900  # biases in float32, the header, tables of small matrices
+    with torch.no_grad():
+        model[2].weight[0] += model[2].weight[model[2].weight != 0].abs().min()
+    with pytest.raises(iobs.errors.AuditError, match="'2'"):
+        iobs.audit(model, pattern, [row.name for row in report.audit])
+
+
+def test_zeros_and_bits_of_convolutions_lie_along_input_channels():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1))
+    pattern = iobs.NM(2, 4) & Rate(6.0)
+    report = iobs.prune(model, [torch.randn(16, 8, 8, 8) for _ in range(4)], pattern, "one-shot")
+    assert sum(row.bits for row in report.audit) <= 1.003 * 6.0 * (32 * 72 + 16 * 288)
+    kept = (model[0].weight != 0).reshape(32, 2, 4, 3, 3).sum(2)
+    assert int(kept.max()) == 2
+    assert max(layer.error_calibration for layer in report.layers) < 0.3
 
 
 def test_settings_that_no_rate_takes_are_refused_before_any_work():

@@ -295,11 +295,11 @@ def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
         kept = tuple(range((max(index) + 2) // 2))
         return ChosenGroups(index, keep=len(kept), chosen=kept)
     if isinstance(pattern, Rate):  # steps of the columns of a small matrix need many bits
-        return Rate(min(max(pattern.bits, least_bits(shape) + 1), 12))
+        pattern = replace(pattern, bits=min(max(pattern.bits, least_bits(shape) + 1), 12))
     try:
         pattern.groups(shape)
     except PatternError:
-        return Unstructured(0.5)
+        return Rate(pattern.bits) if isinstance(pattern, Rate) else Unstructured(0.5)
     return pattern
 
 

@@ -95,8 +95,8 @@ def patterns_of_groups(layer: Layer, pattern: Pattern) -> list[Pattern]:
 
 def rows_compete(pattern: Pattern) -> bool:
     """True if the rows of a layer share a count, so that the weights of their errors decide about zeros."""
-    if isinstance(pattern, Grid):  # all entries are kept
-        return False
+    if isinstance(pattern, (Grid, Rate)):  # on a grid all entries are kept; the rows of a rate share their bits
+        return isinstance(pattern, Rate)
     entries = entries_of(pattern)
     return not (isinstance(entries, NM) or (isinstance(entries, Unstructured) and entries.per == "row"))
 

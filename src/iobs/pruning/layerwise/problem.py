@@ -106,7 +106,9 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         )
         if order is not None:
             back = order.argsort()
-            solution = Solution(solution.weight[:, back], solution.mask[:, back], posed, solution.stats)
+            by_column = {"steps": solution.stats["steps"][back]} if "steps" in solution.stats else {}
+            stats = {**solution.stats, **by_column}
+            solution = Solution(solution.weight[:, back], solution.mask[:, back], posed, stats)
         solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
 
@@ -181,6 +183,7 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     """
     entries = entries_of(task.pattern)
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
+    competing = competing or isinstance(task.pattern, Rate)
     if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
     scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
@@ -193,7 +196,7 @@ def _besides_factors(pattern: Pattern, scale: Tensor | None, columns: int) -> Pa
     if scale is None or not isinstance(pattern, Rate):
         return pattern
     bits = pattern.bits - side_bits(1 / scale[:, 0].double()) / (len(scale) * columns)
-    return Rate(max(bits, pattern.bits / 2))
+    return replace(pattern, bits=max(bits, pattern.bits / 2))
 
 
 def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drift_damping: float) -> Solution:

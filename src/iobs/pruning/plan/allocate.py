@@ -7,7 +7,7 @@ divided. The cost is linear in the number of layers.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from iobs.core.grids import on_grid_of
 from iobs.core.patterns import Pattern, Rate, Unstructured
@@ -113,7 +113,7 @@ def _rates(workspace: Workspace, rate: Rate) -> dict[Layer, Pattern]:
     )
     bits = {layer: found[layer.name] for layer in layers if layer.name in found}
     workspace.note(f"Bits of {len(bits)} layers: {min(bits.values()):.2f} to {max(bits.values()):.2f} a weight.")
-    return {layer: Rate(of_layer) for layer, of_layer in bits.items()}
+    return {layer: replace(rate, bits=of_layer) for layer, of_layer in bits.items()}
 
 
 def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer, ...]) -> tuple[str, Samples]:
