@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from sklearn.model_selection import KFold
+from sklearn.model_selection import KFold, StratifiedGroupKFold
 
 import iobs
 from iobs import objectives
@@ -52,6 +52,28 @@ def test_of_equal_columns_the_forced_one_stays_and_bounds_tell_multiples_apart()
     assert fitted.support_.tolist() == [0, 2, 3, 4]
     opposite = iobs.SparseRegressor(2, lower=0.0).fit(np.c_[X, -X[:, 1]], y)
     assert opposite.support_.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("settings", [{"k": 4}, {"k": "cv"}, {"k": 4, "groups": np.arange(5)}])
+@pytest.mark.parametrize(
+    ("factor", "limits", "used"),
+    [
+        (2.0, {"lower": 0.0}, [0, 3]),  # what both can do one can do
+        (2.0, {"lower": 0.0, "upper": [np.inf, 1, np.inf, 0.1, np.inf]}, [0, 4]),  # the one without an upper bound
+        (2.0, {"lower": 0.0, "upper": 0.1}, [0, 3, 4]),  # both reach further than one
+        (-2.0, {"lower": 0.0}, [0, 3]),  # the other one would have the wrong sign
+    ],
+)
+def test_within_bounds_multiples_of_a_column_count_once_where_one_can_replace_the_other(settings, factor, limits, used):
+    column = -X[:, 1]
+    features = np.c_[X[:, 0], X[:, 2:], column, factor * column]
+    y = X[:, 0] + column + 0.1 * np.random.default_rng(1).normal(size=120)
+    fitted = iobs.SparseRegressor(**settings, **limits).fit(features, y)
+    assert [j for j in fitted.support_ if j in (0, 3, 4)] == used
+
+
+def test_minimize_counts_copies_once():
+    y = TARGETS[objectives.LeastSquares]
     assert iobs.minimize(objectives.LeastSquares(np.c_[X, X[:, 1]], y), 5).support.tolist() == [0, 1, 2, 3]
 
 
@@ -90,3 +112,13 @@ def test_folds_of_cox_have_the_same_share_of_events():
     assert np.isfinite([entry["score"] for entry in iobs.SparseCox("cv").fit(X, np.c_[TIMES, events]).path_]).all()
     with pytest.raises(ProblemError, match="outside fold 1 of the cross-validation: Cox needs events"):
         iobs.SparseCox("cv", cv=KFold(5)).fit(X, np.c_[TIMES, events])
+
+
+def test_folds_of_people_have_events_too():
+    people = np.repeat(np.arange(24), 5)
+    events = people < 8  # folds of whole people in their order: only two of five would hold events
+    folds = iobs.SparseCox("cv").fit(X, np.c_[TIMES, events], sample_groups=people)
+    given = [*StratifiedGroupKFold(5).split(X, events, people)]
+    assert all(events[test].any() for _, test in given)
+    again = iobs.SparseCox("cv", cv=given).fit(X, np.c_[TIMES, events])
+    assert [entry["score"] for entry in folds.path_] == [entry["score"] for entry in again.path_]

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, ShuffleSplit
+from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, ShuffleSplit, StratifiedGroupKFold
 
 from iobs import SparseClassifier, SparseRegressor, minimize
 from iobs.errors import ProblemError
@@ -53,7 +53,8 @@ def test_samples_of_one_group_are_in_one_fold(estimator, cv, count, rng):
     y = y if estimator is SparseRegressor else (y > 0).astype(int)
     people = rng.integers(0, 12, len(y))
     grouped = estimator("cv", cv=cv).fit(X, y, sample_groups=people)
-    folds = list(GroupKFold(count).split(X, y, people))
+    kind = GroupKFold if estimator is SparseRegressor else StratifiedGroupKFold
+    folds = list(kind(count).split(X, y, people))
     given = estimator("cv", cv=folds).fit(X, y)
     assert [entry["score"] for entry in grouped.path_] == [entry["score"] for entry in given.path_]
 

@@ -90,9 +90,9 @@ class Problem:
         mask[self.objective.constant_coordinates()] = False
         return mask
 
-    def without_copies(self, *, penalised: bool = False) -> Problem:
+    def without_copies(self, *, penalised: bool = False, limits: tuple[Array, Array] | None = None) -> Problem:
         """The problem in which of equal columns a single one may be chosen; arguments as `copied_coordinates`."""
-        copies = self.objective.copied_coordinates(penalised=penalised)
+        copies = self.objective.copied_coordinates(penalised=penalised, limits=limits)
         if not copies.size:
             return self
         allowed = np.ones(self.dimension, dtype=np.bool_) if self.allowed is None else self.allowed.copy()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 from sklearn.base import BaseEstimator
 from sklearn.feature_selection import SelectorMixin
-from sklearn.model_selection import BaseCrossValidator, GroupKFold, check_cv
+from sklearn.model_selection import BaseCrossValidator, GroupKFold, StratifiedGroupKFold, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
@@ -188,7 +188,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             y: targets (n,); see the class for other forms.
             sample_weight: (n,) non-negative; whole numbers count rows.
             offset: (n,) known part of the linear predictor, such as the log of the exposure.
-            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold.
+            sample_groups: (n,) labels; cross-validation keeps the samples of one label in one fold, and gives the folds
+                about equal shares of classes or events.
 
         Raises:
             ProblemError: invalid settings; targets or an offset that the loss does not take.
@@ -458,7 +459,7 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
         strata = self._strata(data)
         folds = check_cv(self.cv, strata, classifier=strata is not None)
         if sample_groups is not None and (self.cv is None or isinstance(self.cv, (int, np.integer))):
-            folds = GroupKFold(folds.get_n_splits())
+            folds = (GroupKFold if strata is None else StratifiedGroupKFold)(folds.get_n_splits())
         if self.k == "cv-1se" and folds.get_n_splits(data.X, data.y, sample_groups) < 2:
             raise ProblemError('k="cv-1se" needs at least two folds for a standard error; raise cv, or give k="cv".')
         return iter(folds.split(data.X, data.y if strata is None else strata, sample_groups))

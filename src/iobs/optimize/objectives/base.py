@@ -10,7 +10,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from iobs.errors import NonFiniteError
-from iobs.optimize.objectives.design import Array, DenseDesign, Design, Indices, copies_of_columns
+from iobs.optimize.objectives.design import Array, Booleans, DenseDesign, Design, Indices, copies_of_columns
 
 
 class Objective(Protocol):
@@ -84,11 +84,13 @@ class Objective(Protocol):
         """Coordinates that f does not depend on, such as zero columns; they never enter a support."""
         return np.zeros(0, np.int64)
 
-    def copied_coordinates(self, *, penalised: bool = True) -> Indices:
-        """Coordinates whose column is a multiple of another one: a support needs one of them, where nothing bounds it.
+    def copied_coordinates(self, *, penalised: bool = True, limits: tuple[Array, Array] | None = None) -> Indices:
+        """Coordinates whose column is a multiple of another one that can do all that both can.
 
         Args:
             penalised: also where either has a ridge: two are then better than one.
+            limits: lower and upper bounds (d,) of the coordinates; None without any. Two copies with finite bounds
+                reach further than one, and copies of opposite signs, of which neither may be negative, do too.
         """
         return np.zeros(0, np.int64)
 
@@ -153,17 +155,45 @@ class DesignObjective(Objective, Protocol):
         return np.flatnonzero((self.squares == 0) & (self.ridge == 0)).astype(np.int64)
 
     @cached_property
-    def _copies(self) -> Indices:
+    def _copies(self) -> tuple[Indices, Array]:
         """`copies_of_columns`; of equal columns a forced one stays, else one without ridge."""
-        order = np.where((self.ridge.reshape(-1, self.outputs) > 0).any(axis=1), 1.0, 0.0)
+        order = np.where(self._penalised, 1.0, 0.0)
         if self.outputs == 1:
             order[self.forced] = -1.0
         return copies_of_columns(self.design, self.squares, order)
 
-    def copied_coordinates(self, *, penalised: bool = True) -> Indices:
-        """Coordinates whose column is a multiple of another one, with all coordinates of the column."""
-        copies = self._copies >= 0
+    @property
+    def _penalised(self) -> Booleans:
+        """True for the columns with a ridge."""
+        return np.asarray((self.ridge.reshape(-1, self.outputs) > 0).any(axis=1))
+
+    def copied_coordinates(self, *, penalised: bool = True, limits: tuple[Array, Array] | None = None) -> Indices:
+        """Coordinates whose column is a multiple of another one that can do all that both can; see `Objective`."""
+        origins, _ = self._copies
+        spare = origins >= 0
         if not penalised:
-            ridgeless = (self.ridge.reshape(-1, self.outputs) == 0).all(axis=1)
-            copies &= ridgeless & ridgeless[self._copies]
-        return np.flatnonzero(np.repeat(copies, self.outputs)).astype(np.int64)
+            spare &= ~self._penalised & ~self._penalised[origins]
+        if limits is not None and spare.any():
+            spare = self._replaceable(spare, *limits)
+        return np.flatnonzero(np.repeat(spare, self.outputs)).astype(np.int64)
+
+    def _replaceable(self, copies: Booleans, lower: Array, upper: Array) -> Booleans:
+        """Of copies and their origins the columns that another one can replace within its bounds (d,).
+
+        It can if it has no bound on a side to which the other column moves the sum of both.
+        """
+        origins, factors = self._copies
+        turned = np.repeat(factors < 0, self.outputs)
+        shape = (-1, self.outputs)
+        low = np.where(turned, -upper, lower).reshape(shape)
+        high = np.where(turned, -lower, upper).reshape(shape)
+        replaceable = np.zeros_like(copies)
+        for origin in np.unique(origins[copies]):
+            members = np.append(origin, np.flatnonzero(copies & (origins == origin)))
+            open_sides = np.isinf(low[members]).sum(axis=1) + np.isinf(high[members]).sum(axis=1)
+            kept: list[int] = []
+            for member in members[np.argsort(-open_sides, kind="stable")].tolist():
+                within = ((low[member] >= 0) | np.isinf(low[kept])) & ((high[member] <= 0) | np.isinf(high[kept]))
+                replaceable[member] = within.all(axis=1).any()
+                kept += [] if replaceable[member] else [member]
+        return replaceable

@@ -406,17 +406,17 @@ def weights_of(sample_weight: VectorLike, n: int, name: str = "sample weights") 
 _SAME, _SAME_SINGLE = 1e-12, 1e-5  # relative difference up to which centred columns are equal, by their dtype
 
 
-def copies_of_columns(design: Design, squares: Array, order: Array) -> Indices:
-    """For every column that is a multiple of one that stays the number of that, -1 for all that stay; (d,).
+def copies_of_columns(design: Design, squares: Array, order: Array) -> tuple[Indices, Array]:
+    """For every column that is a multiple of one that stays the number of that, -1 for all that stay; and the factors.
 
-    Columns of zeros are no copies.
+    Columns of zeros are no copies. Both results are (d,); the factor of a column that stays is 1.
 
     Args:
         design: X (n, d).
         squares: sums of squares of its columns (d,), of any weights.
         order: of equal columns the one of the least number stays, the first of several (d,).
     """
-    origins = np.full(design.shape[1], -1, dtype=np.int64)
+    origins, factors = np.full(design.shape[1], -1, dtype=np.int64), np.ones(design.shape[1])
     usable = np.flatnonzero(squares > 0)
     shadow = np.random.default_rng(0).standard_normal(design.shape[0])
     length = np.abs(design.rmatvec(shadow)[usable]) / np.sqrt(squares[usable])  # of multiples equal
@@ -433,11 +433,11 @@ def copies_of_columns(design: Design, squares: Array, order: Array) -> Indices:
             for number, first in firsts:
                 factor = float(first @ column) / float(first @ first)
                 if np.abs(column - factor * first).max() <= tolerance * np.abs(column).max():
-                    origins[member] = number
+                    origins[member], factors[member] = number, factor
                     break
             else:
                 firsts.append((member, column))
-    return origins
+    return origins, factors
 
 
 def weighted_rows(weights: Array) -> Indices | None:

@@ -108,9 +108,9 @@ class GramLeastSquares(Objective):
         """Zero columns without ridge."""
         return self.source.constant_coordinates()
 
-    def copied_coordinates(self, *, penalised: bool = True) -> Indices:
+    def copied_coordinates(self, *, penalised: bool = True, limits: tuple[Array, Array] | None = None) -> Indices:
         """Coordinates of columns that are multiples of others."""
-        return self.source.copied_coordinates(penalised=penalised)
+        return self.source.copied_coordinates(penalised=penalised, limits=limits)
 
     def split(self, theta: Array) -> tuple[Array, float]:
         """The coefficients of the features, and the intercept."""

@@ -124,6 +124,7 @@ def stages(problem: Problem, bounds: Bounds, start: Array | None = None) -> Iter
         bounds: of all coordinates.
         start: a start (d,), improved before the other stages.
     """
+    problem = problem.without_copies(limits=(bounds.lower, bounds.upper))
     gram = by_gram(problem.objective)
     search = BoundedSearch(problem if gram is None else replace(problem, objective=gram), bounds)
     empty = search.fitted(problem.forced)
@@ -167,6 +168,7 @@ def bounded_path(
     fit: Fit | None = None
     for size in sizes:
         problem = Problem(objective, size, rng=np.random.default_rng(seed))
+        problem = problem.without_copies(penalised=True, limits=(bounds.lower, bounds.upper))
         search = BoundedSearch(problem if gram is None else replace(problem, objective=gram), bounds)
         fit = search.improved(search.extended(search.fitted(problem.forced) if fit is None else fit))
         fitted = _on_data(objective, fit, bounds)

@@ -105,7 +105,7 @@ def _entering(groups: CoordinateGroups, fit: Fit, chosen: frozenset[int], bounds
     promised = None
     if bounds is not None:
         promised = bounds.promised(fit.theta, fit.gradient, groups.objective.hessian_diagonal(fit.theta))
-    copies = groups.objective.copied_coordinates() if bounds is None else np.zeros(0, np.int64)
+    copies = groups.objective.copied_coordinates(limits=None if bounds is None else (bounds.lower, bounds.upper))
     dead = {*groups.objective.constant_coordinates().tolist(), *copies.tolist()}
     gains: list[tuple[float, int]] = []
     for number, members in enumerate(groups.members):
