@@ -30,7 +30,7 @@ from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
 from iobs.inference import gpu
-from iobs.models.output import make_folder
+from iobs.core.outputs import make_folder
 from iobs.pruning.cost.machines import Machine, Network, Rates, need
 from iobs.pruning.cost.work import solver_cost
 from iobs.pruning.network.layers import Layer

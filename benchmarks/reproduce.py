@@ -61,7 +61,7 @@ def reproduce(
         seed: Seed of all random choices.
         resume: Keep a checkpoint in the folder of -o, and continue from an existing one.
     """
-    from iobs.models import make_folder
+    from iobs.core.outputs import make_folder
     from iobs.pruning.driver import require_seed
 
     out = console.output_console()

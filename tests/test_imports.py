@@ -4,10 +4,9 @@ import subprocess
 import sys
 
 
-def run(code, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+def run(code, *arguments, folder=None):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
 
 
 def test_help_of_the_command_line_imports_no_torch():
@@ -34,16 +33,11 @@ def test_a_table_is_explained_without_torch(tmp_path):
     assert found.stdout.rstrip().endswith("False"), found.stdout + found.stderr
 
 
-def test_wrong_paths_are_answered_before_torch_is_imported():
-    code = """
+REFUSALS = """
 import sys
 from iobs.cli import main
 
-for line in (
-    "prune ./none -o out", "prune none.py:f -o out", "prune --data none.txt -o out", "prune --eval-data none -o out",
-    "prune --recipe none.yaml -o out", "evaluate ./none", "compare --data none", "inspect none", "pack none",
-    "export ./none --to gguf", "run ./none text", "bench ./none", "solve none.csv", "predict none.json none.csv",
-):
+for line in sys.argv[1:]:
     sys.argv = ["iobs", *line.split()]
     try:
         main()
@@ -51,6 +45,35 @@ for line in (
         assert end.code == 2, line
 print("torch" in sys.modules, "numpy" in sys.modules)
 """
-    found = run(code)
+WRONG_PATHS = (
+    *("prune ./none -o out", "prune none.py:f -o out", "prune --data none.txt -o out"),
+    *("prune --eval-data none -o out", "prune --recipe none.yaml -o out", "evaluate ./none", "compare --data none"),
+    *("inspect none", "pack none", "export ./none --to gguf", "run ./none text", "bench ./none", "solve none.csv"),
+    *("predict none.json none.csv", "evaluate --questions none.jsonl", "bench . --beside ./none"),
+)
+OUTPUTS = (  # `full` is a folder with a file in it, and `full/none` does not exist
+    *("prune -o full", "prune -o full --overwrite", "prune", "demo -o full", "pack full -o full/", "compare -o full"),
+    *(
+        "pack full -o full/ --unpack",
+        "export full --to gguf -o full/",
+        "export full --to zip",
+        "compare --methods none",
+    ),
+    *("solve full/t.csv -o full/none/m.json", "predict full/t.csv full/t.csv -o full/none/p.csv"),
+    *("bench full --plot full/none/p.svg", "evaluate --shots 3"),
+)
+
+
+def test_wrong_paths_are_answered_before_torch_is_imported():
+    found = run(REFUSALS, *WRONG_PATHS)
     assert found.stdout.strip() == "False False", found.stdout + found.stderr
     assert found.stderr.count("none") == found.stderr.count("Error: ") + 1, found.stderr  # one of them is named twice
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "t.csv").write_text("a,y\n1,2\n")
+    (tmp_path / "full" / "comparison.json").write_text("{}")
+    found = run(REFUSALS, *OUTPUTS, folder=tmp_path)
+    assert found.stdout.strip() == "False False", found.stdout + found.stderr
+    assert "Traceback" not in found.stderr

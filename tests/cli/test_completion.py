@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from iobs.cli import COMMANDS, app, options
 from iobs.core.patterns import parse
 from iobs.data.text import CORPORA
+from iobs.inference.choices import PRECISIONS
 from iobs.pruning.recipe import NETWORK_SOLVERS, PRESETS
 from iobs.solvers import SOLVERS
 from iobs.solvers.families import UNIT_SOLVERS
@@ -54,6 +55,7 @@ def test_completed_words_are_those_of_the_registries():
     assert {*options.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
     assert {*options.UNIT_SOLVERS} == {*UNIT_SOLVERS} - {*SOLVERS}
     assert {*options.CORPORA} == {*CORPORA}
+    assert options.PRECISIONS == PRECISIONS
     for text in (*options.SHARES, *options.PATTERNS):
         parse(text)
 

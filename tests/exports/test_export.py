@@ -9,15 +9,14 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
-from iobs.cli.export import NAMES
 from iobs.errors import ModelError, NonFiniteError, OutputError
-from iobs.exports import TARGETS, to_compressed_tensors
+from iobs.exports import FORMATS, WRITERS, to_compressed_tensors
 from iobs.exports.source import exact_codes, nearest_codes, source_of
 from iobs.exports.to_onnx import inputs_of, single
 
 
-def test_command_names_the_targets_of_the_library():
-    assert tuple(TARGETS) == NAMES
+def test_every_format_has_a_writer():
+    assert FORMATS.keys() == WRITERS.keys()
 
 
 def test_unknown_target_and_bits_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from checks import same_weights
 from safetensors.torch import load_file, save_file
 
 from iobs import models
+from iobs.core.outputs import check_output
 from iobs.errors import OutputError
 
 
@@ -65,7 +66,7 @@ def test_float16_buffers_save_and_count_as_float16(tmp_path, monkeypatch):
     assert loaded.module.resnet.embedder.embedder.normalization.running_var.dtype == torch.float32
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1_100_000))
     with pytest.raises(OutputError, match=r"needs about 2 MB .* has 1 MB left"):
-        models.check_output(tmp_path / "other", needed_bytes=1_200_000)
+        check_output(tmp_path / "other", needed_bytes=1_200_000)
 
 
 def test_load_warns_of_tensors_in_a_wider_dtype(directory):

@@ -11,6 +11,7 @@ import torch
 from families import prune_directory
 
 from iobs import load_packed, models, save_packed
+from iobs.core.outputs import beside, check_output
 from iobs.errors import OutputError
 from iobs.models import output
 
@@ -22,10 +23,10 @@ def test_output_directory_refuses_a_non_empty_folder(tmp_path):
         pytest.fail("the body must not run")
     assert (tmp_path / "out" / "mine").read_text() == "x"
     with pytest.raises(OutputError, match="is a file"):
-        models.check_output(tmp_path / "out" / "mine")
+        check_output(tmp_path / "out" / "mine")
     with pytest.raises(OutputError, match="MB left"):
-        models.check_output(tmp_path / "new", needed_bytes=1 << 60)
-    models.check_output(tmp_path / "out", replaceable=("mine",))
+        check_output(tmp_path / "new", needed_bytes=1 << 60)
+    check_output(tmp_path / "out", replaceable=("mine",))
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -90,7 +91,7 @@ def test_every_path_expands_the_home_folder(directory, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert models.beside(Path("~/out"), "packed") == tmp_path / "out.packed"
+    assert beside(Path("~/out"), "packed") == tmp_path / "out.packed"
     models.load("~/model").save("~/saved")
     assert save_packed("~/saved", "~/packed") == tmp_path / "packed"
     load_packed("~/packed")
@@ -101,7 +102,7 @@ def test_every_path_expands_the_home_folder(directory, tmp_path, monkeypatch):
     assert {entry.name for entry in tmp_path.iterdir()} == names
     assert not list((tmp_path / "work").iterdir())
     with pytest.raises(OutputError, match="not empty"):
-        models.check_output(Path("~/saved"))
+        check_output(Path("~/saved"))
 
 
 def test_output_directory_replaces_replaceable_files(tmp_path):
@@ -126,7 +127,7 @@ def test_output_directory_fills_the_target_of_a_link(tmp_path):
         (tmp_path / name / "file").unlink()
     link.symlink_to(link)
     with pytest.raises(OutputError, match="is a file"):
-        models.check_output(link)
+        check_output(link)
 
 
 def test_output_directory_fills_mount_points_from_within(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def bench(
     repetitions: options.Positive = 3,
     precision: options.Precision = None,
     shape: options.Shape = None,
-    beside: str | None = None,
+    beside: Annotated[str | None, typer.Option(callback=options.existing_model)] = None,
     runtime: str | None = None,
     threads: options.OptionalPositive = None,
     plot: Path | None = None,
@@ -55,6 +55,13 @@ def bench(
         iobs bench OUT --beside MODEL  # a model with fewer units beside the one before, in torch and ONNX Runtime
         iobs bench OUT.packed --tokens 64 --plot speed.svg --json  # a packed model, with a figure
     """
+    sizes = options.parse_shape(shape)
+    if plot is not None and plot.suffix != ".svg":
+        raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
+    console.check_files((plot,), ())
+    if (runtime is not None and beside is None) or (beside is not None and plot is not None):
+        raise typer.BadParameter("--runtime goes with --beside MODEL, and --plot does not", param_hint="--beside")
+
     from iobs.cli.benching import Workload, measure_forms
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import checked_precision
@@ -62,15 +69,9 @@ def bench(
     from iobs.report.comparisons import running_figure, running_line, running_notes, running_table
 
     checked = checked_precision(precision, model, PRECISIONS)
-    sizes = options.parse_shape(shape)
-    if plot is not None and plot.suffix != ".svg":
-        raise typer.BadParameter(f"{plot} must end in .svg", param_hint="--plot")
-    console.check_files((plot,), ())
     fewest_bits = next(name for name in PRECISIONS if name == checked)
     workload = Workload(model, tokens, prompt, sizes, fewest_bits, threads, trust_remote_code)
-    if beside is not None or runtime is not None:
-        if beside is None or plot is not None:
-            raise typer.BadParameter("--runtime goes with --beside MODEL, and --plot does not", param_hint="--beside")
+    if beside is not None:
         _show_beside(workload, beside, runtime, talk.as_json)
         return
     with ConsoleSteps("loading the model") as steps:

@@ -16,8 +16,9 @@ from torch import nn
 
 from iobs.cli import console
 from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
+from iobs.cli.output_place import OutputPlace
 from iobs.cli.run_file import RunSettings
-from iobs.cli.running import OutputPlace, prune_with_progress, write_card
+from iobs.cli.running import prune_with_progress, write_card
 from iobs.core.files import expanded, weight_files
 from iobs.core.memory import available
 from iobs.core.patterns import Budget

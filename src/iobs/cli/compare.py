@@ -12,6 +12,8 @@ import typer
 
 from iobs.cli import console, options
 from iobs.core.files import replaced
+from iobs.core.outputs import make_folder
+from iobs.errors import UnusableOutputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,17 +75,6 @@ def compare(
         iobs compare MODEL --methods fast,sparsegpt --patterns 50%,2:4 -o RESULTS
         iobs compare net.py:model --data net.py:train --eval-data net.py:test --json  # the table for a program
     """
-    from iobs.cli.loading import draw_batches, load_model
-    from iobs.cli.running import open_evaluation, score
-    from iobs.core.patterns import parse
-    from iobs.data import open_source
-    from iobs.errors import IOBSError, first_line, is_out_of_memory
-    from iobs.pruning.driver import require_seed
-    from iobs.pruning.layerwise.patterns import require_fit
-    from iobs.pruning.network.selection import select
-    from iobs.report.comparisons import MethodTrial
-
-    require_seed(sampling.seed)
     if sampling.data and not sampling.eval_data:
         raise typer.BadParameter(
             "give evaluation data: on the calibration data, methods that overfit would win",
@@ -95,6 +86,22 @@ def compare(
         raise typer.BadParameter(
             f"{', '.join(unknown) or 'no method'}: choose among {', '.join(METHODS)}", param_hint="--methods"
         )
+    if output is not None and (output / RESULTS).exists() and not overwrite:
+        raise UnusableOutputError(
+            f"{output / RESULTS} exists; add --overwrite to replace it, or choose another output directory."
+        )
+
+    from iobs.cli.loading import draw_batches, load_model
+    from iobs.cli.running import open_evaluation, score
+    from iobs.core.patterns import parse
+    from iobs.data import open_source
+    from iobs.errors import IOBSError, first_line, is_out_of_memory
+    from iobs.pruning.driver import require_seed
+    from iobs.pruning.layerwise.patterns import require_fit
+    from iobs.pruning.network.selection import select
+    from iobs.report.comparisons import MethodTrial
+
+    require_seed(sampling.seed)
     parsed = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
     pairs = [(text, name) for text in parsed for name in chosen if name not in PEERS or ":" not in text]
     if len(pairs) < len(parsed) * len(chosen):
@@ -102,7 +109,7 @@ def compare(
     if not pairs:
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
-        _claim(output, overwrite)
+        make_folder(output)
     loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
     selection = select(loaded.module, None, ignore)
     for pattern in parsed.values():
@@ -199,22 +206,6 @@ def recipe_of(name: str) -> Recipe:
     if name in PRESETS:
         return Recipe.preset(name)
     return Recipe(solver=CHITA(stages=15) if name == "chita++" else name)
-
-
-def _claim(output: Path, overwrite: bool) -> None:
-    """Make the folder of the results.
-
-    Raises:
-        UnusableOutputError: the folder cannot be made, or it holds another comparison and `overwrite` is False.
-    """
-    from iobs.errors import UnusableOutputError
-    from iobs.models import make_folder
-
-    make_folder(output)
-    if (output / RESULTS).exists() and not overwrite:
-        raise UnusableOutputError(
-            f"{output / RESULTS} exists; add --overwrite to replace it, or choose another output directory."
-        )
 
 
 def _keep(trials: list[MethodTrial], dense: float, output: Path | None) -> None:

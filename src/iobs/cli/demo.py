@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from iobs.cli import console, options
+from iobs.core.outputs import check_output
 
 if TYPE_CHECKING:
     from iobs.core.patterns import Pattern
@@ -46,20 +48,21 @@ def demo(
         iobs demo  # five methods on the embedded model, in about a minute
         iobs demo --sparsity 70% -o demo70  # with more zeros
     """
+    started = time.perf_counter()
+    replaceable = _DEMO_FILES if _is_demo(output) else ()
+    check_output(output, replaceable=replaceable)
+
     from iobs import models
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.run_file import RunOptions, RunSettings
     from iobs.cli.running import write_results
     from iobs.core.patterns import Unstructured, share
     from iobs.data import calibration_batches, open_source
-    from iobs.models import check_output, output_directory
+    from iobs.models import output_directory
     from iobs.pruning.driver import require_seed
 
-    started = time.perf_counter()
     require_seed(seed)
     pattern = Unstructured(share(sparsity))
-    replaceable = _DEMO_FILES if _is_demo(output) else ()
-    check_output(output, replaceable=replaceable)
     loaded = models.load()
     batches = calibration_batches(
         open_source([], "calibration", loaded), loaded, samples=samples, length=256, seed=seed
@@ -92,12 +95,10 @@ def demo(
 
 def _is_demo(directory: Path) -> bool:
     """True if the report in a directory is of an earlier demo, which may be replaced."""
-    from iobs.errors import DataError
-    from iobs.report import read_report
-
     try:
-        return read_report(directory / "report.json").settings.get("model") == "embedded"
-    except DataError:
+        report = json.loads((directory / "report.json").read_text(encoding="utf8"))
+        return bool(report["settings"]["model"] == "embedded")
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ def evaluate(
     *,
     data: options.DataOptions,
     tasks: str | None = None,
-    questions: Path | None = None,
+    questions: options.Questions = None,
     shots: Annotated[int | None, typer.Option(min=0)] = None,
     seq_len: options.SequenceLength = 2048,
     limit: options.OptionalPositive = None,
@@ -41,16 +40,7 @@ def evaluate(
         iobs evaluate OUT --data text.txt  # perplexity on your own text
         iobs evaluate OUT --tasks arc_easy,hellaswag  # tasks of lm-eval
     """
-    from iobs.cli.console import ConsoleSteps
-    from iobs.cli.loading import load_to_run
-    from iobs.data import open_source, read_questions
-    from iobs.evaluate import answer, check_tasks, evaluate_tasks
-    from iobs.evaluate import evaluate as score
-    from iobs.evaluate.tasks import letter_tokens
-    from iobs.report import scores_table
-
     # Check everything that may fail before the long computations.
-    question_set = read_questions(questions, each=limit) if questions else None
     sources = data.data
     if shots is not None and not (tasks or questions):
         raise typer.BadParameter("examples come before questions: give --questions or --tasks", param_hint="--shots")
@@ -59,6 +49,16 @@ def evaluate(
     task_names = options.unique_names(tasks or "")
     if tasks is not None and not task_names:
         raise typer.BadParameter("name at least one task of lm-eval", param_hint="--tasks")
+
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.loading import load_to_run
+    from iobs.data import open_source, read_questions
+    from iobs.evaluate import answer, check_tasks, evaluate_tasks
+    from iobs.evaluate import evaluate as score
+    from iobs.evaluate.tasks import letter_tokens
+    from iobs.report import scores_table
+
+    question_set = read_questions(questions, each=limit) if questions else None
     if task_names:
         check_tasks(task_names)
     loaded = load_to_run(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)

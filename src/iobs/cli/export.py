@@ -9,17 +9,16 @@ from typing import Annotated
 import typer
 
 from iobs.cli import console, options
+from iobs.core.export_formats import FORMATS
 from iobs.core.files import expanded
-
-# In the order of the table of iobs.exports, which a test compares; the help page imports no torch.
-NAMES = ("gguf", "nemotron-nas", "onnx", "compressed-tensors", "openvino")
+from iobs.core.outputs import beside, holds, names_to_replace
 
 
 @options.command
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", callback=options.existing_model)],
     to: Annotated[
-        str, typer.Option(metavar="|".join(NAMES), autocompletion=options.complete(NAMES), show_default=False)
+        str, typer.Option(metavar="|".join(FORMATS), autocompletion=options.complete([*FORMATS]), show_default=False)
     ],
     bits: int | None = None,
     output: options.Output = None,
@@ -44,18 +43,10 @@ def export(
         iobs export OUT --to compressed-tensors --bits 4  # a directory for transformers and vLLM
         iobs export OUT --to openvino --shape 3,224,224  # a graph for OpenVINO, of your own network for images
     """
-    from torch import zeros
-
-    from iobs.cli.console import ConsoleSteps
-    from iobs.cli.loading import load_model
-    from iobs.exports import TARGETS, export, require_packages
-    from iobs.models import beside, names_to_replace
-    from iobs.models.output import holds
-
-    if to not in TARGETS:
-        raise typer.BadParameter(f"{to!r} is not one of {', '.join(TARGETS)}", param_hint="--to")
-    if bits is not None and bits not in TARGETS[to].bits:
-        choices = ", ".join(map(str, TARGETS[to].bits))
+    if to not in FORMATS:
+        raise typer.BadParameter(f"{to!r} is not one of {', '.join(FORMATS)}", param_hint="--to")
+    if bits is not None and bits not in FORMATS[to].bits:
+        choices = ", ".join(map(str, FORMATS[to].bits))
         raise typer.BadParameter(f"{to} holds {choices} bits, not {bits}", param_hint="--bits")
     loading.require_cpu("files are written from main memory; leave it out")
     sizes = options.parse_shape(shape)
@@ -65,10 +56,17 @@ def export(
             param_hint="--output / -o",
         )
     target = output or beside(Path(model), to)
-    replaceable = names_to_replace(target, TARGETS[to].weights, overwrite)
+    replaceable = names_to_replace(target, FORMATS[to].weights, overwrite)
     if replaceable and holds(target, Path(model)):
         reason = "this is the directory that is read, or holds it; give another one"
         raise typer.BadParameter(reason, param_hint="--output / -o")
+
+    from torch import zeros
+
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.loading import load_model
+    from iobs.exports import export, require_packages
+
     require_packages(to)
     loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
     console.say(f"Writing {to}. For a large model this takes minutes.")

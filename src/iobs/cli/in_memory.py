@@ -13,10 +13,12 @@ import typer
 from iobs.cli import console, options
 from iobs.cli.by_blocks import StreamPlace, plan_of, run_where_it_fits, show_peak, show_plan, show_time, store_of
 from iobs.cli.loading import batches_of_run, checked_device, load_model
+from iobs.cli.output_place import OutputPlace
 from iobs.cli.run_file import RunSettings
-from iobs.cli.running import OutputPlace, open_evaluation, prune_with_progress, score, write_results
+from iobs.cli.running import open_evaluation, prune_with_progress, score, write_results
 from iobs.core.formats import duration
 from iobs.core.grids import stored_bits
+from iobs.core.outputs import check_output
 from iobs.core.patterns import Budget, Rate
 from iobs.core.structured import Structured
 from iobs.data import Batch, Source
@@ -24,7 +26,7 @@ from iobs.errors import DataError, ModelError, first_line
 from iobs.evaluate import BeforeAfter
 from iobs.exports.source import ExportSource
 from iobs.exports.to_nemotron_nas import require_nemotron_nas, write_nemotron_nas
-from iobs.models import EMBEDDED, LoadedModel, check_output, output_directory, size_in_bytes
+from iobs.models import EMBEDDED, LoadedModel, output_directory, size_in_bytes
 from iobs.models.factory import is_built_by_code
 from iobs.models.packed_files import pack_directory, scratch_beside
 from iobs.models.sixteen_bits import stored_as_half

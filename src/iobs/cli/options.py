@@ -23,7 +23,14 @@ from typer.models import OptionInfo, ParameterInfo
 
 from iobs.cli import console
 from iobs.core.files import expanded
-from iobs.core.specs import require_data, require_model, require_recipe, require_table, require_written
+from iobs.core.specs import (
+    require_data,
+    require_model,
+    require_questions,
+    require_recipe,
+    require_table,
+    require_written,
+)
 
 if TYPE_CHECKING:
     from iobs.data.encoding import Missing
@@ -39,6 +46,7 @@ PATTERNS = ("2:4", "4:8", "1:4")
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CORPORA = ("wikitext2", "c4", "redpajama")
+PRECISIONS = ("bf16", "int8", "int4")
 
 
 def complete(words: Sequence[str]) -> Callable[[str], list[str]]:
@@ -196,6 +204,7 @@ Model = Annotated[
     ),
 ]
 GivenModel = Annotated[str, typer.Argument(callback=existing_model)]
+Questions = Annotated[Path | None, typer.Option(callback=checked(require_questions))]
 Table = Annotated[Path, typer.Argument(callback=existing_table)]
 WrittenDirectory = Annotated[Path, typer.Argument(callback=written_directory)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of iobs.")]

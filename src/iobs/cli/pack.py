@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from iobs.cli import console, options
+from iobs.core.files import is_packed_file
+from iobs.core.outputs import beside, check_output, holds, names_to_replace
 
 # File names by which an output of this command is known, packed, ready to run, and dense: only such ones are replaced.
 _PACKED, _READY, _DENSE = ("*.safetensors",), ("*.packed",), ("recipe.yaml", "iobs.json")
@@ -43,28 +45,29 @@ def pack(
         iobs pack OUT --precision int8  # rounded, for iobs run and iobs evaluate as it is
         iobs pack --unpack OUT.packed -o DENSE  # ordinary files again
     """
-    from iobs.cli.console import ConsoleSteps
-    from iobs.cli.loading import checked_dtype
-    from iobs.inference.choices import PRECISIONS
-    from iobs.models import beside, check_output, names_to_replace, output_directory
-    from iobs.models.output import holds
-    from iobs.models.packed import is_packed, is_ready_to_run, packed_share, save_packed
-    from iobs.models.packed_files import unpack, unpacked_bytes
-
     if dtype is not None and (back or precision is not None or dtype not in ("bfloat16", "float16")):
         apart = "it goes without --unpack and --precision"
         names = apart if back or precision is not None else f"{dtype!r} is not one of bfloat16, float16"
         raise typer.BadParameter(names, param_hint="--dtype")
-    if precision is not None and (back or precision not in PRECISIONS):
-        names = "--unpack takes no precision" if back else f"{precision!r} is not one of {', '.join(PRECISIONS)}"
+    if precision is not None and (back or precision not in options.PRECISIONS):
+        choices = ", ".join(options.PRECISIONS)
+        names = "--unpack takes no precision" if back else f"{precision!r} is not one of {choices}"
         raise typer.BadParameter(names, param_hint="--precision")
     target = output or beside(directory, "dense" if back else "packed")
-    out = console.output_console()
-    marks = _DENSE if back else _PACKED if is_packed(target) and not is_ready_to_run(target) else _READY
+    marks = _DENSE if back else _PACKED if any(map(is_packed_file, target.glob("*.safetensors"))) else _READY
     replaceable = names_to_replace(target, marks, overwrite)
     if replaceable and holds(target, directory):
         reason = "this is the directory that is read, or holds it; give another one"
         raise typer.BadParameter(reason, param_hint="--output / -o")
+    check_output(target, replaceable=replaceable)
+
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.loading import checked_dtype
+    from iobs.models import output_directory
+    from iobs.models.packed import packed_share, save_packed
+    from iobs.models.packed_files import unpack, unpacked_bytes
+
+    out = console.output_console()
     if back:
         check_output(target, unpacked_bytes(directory), replaceable)
         with output_directory(target, replaceable) as temporary, ConsoleSteps("unpacking"):

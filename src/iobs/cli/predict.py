@@ -43,10 +43,10 @@ def predict(
 
     if not model.exists():
         raise ModelError(f"Cannot read {model}: there is no such file; give the one that iobs solve ... -o wrote.")
-    from iobs.data.fitted import Fitted
-
     choice = options.missing(missing)
     console.check_files((output,), (model, model / "model.json", data))
+    from iobs.data.fitted import Fitted
+
     predictions = Fitted.load(model).predict(data, choice)
     if output is not None:
         with whole_file(output) as written, written.open("w", newline="", encoding="utf8") as file:

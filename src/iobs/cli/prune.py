@@ -173,9 +173,15 @@ def prune(
         iobs prune MODEL -o OUT --pattern 2:4 --ignore '*.down_proj' --resume  # with a checkpoint
         iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml  # the same run again
     """
+    from iobs.cli.output_place import OutputPlace
+
+    if output is None and not dry_run:
+        raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
+    place = OutputPlace.of(model, output, overwrite, resume)
+
     from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
     from iobs.cli.in_memory import prune_in_memory, write_and_show
-    from iobs.cli.running import OutputPlace, saying_how_to_continue
+    from iobs.cli.running import saying_how_to_continue
     from iobs.cli.vocabulary import is_vocabulary, prune_vocabulary, refuse_useless
     from iobs.pruning.runtime.ranks import current
 
@@ -183,9 +189,6 @@ def prune(
         pattern, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
     )
     _refuse_units(settings, model)
-    if output is None and not dry_run:
-        raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
-    place = OutputPlace.of(model, output, overwrite, resume)
     if is_vocabulary(settings.options.pattern):
         refuse_useless(vars(method) | vars(layers) | vars(calibration) | {"resume": resume, "streams": streams})
     if settings.options.low_memory:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import typer
+from typing import TYPE_CHECKING
 
 import iobs
 from iobs.cli import console
@@ -23,11 +19,10 @@ from iobs.cli.console import ConsoleSteps, say
 from iobs.cli.run_file import RunSettings
 from iobs.core.files import expanded
 from iobs.core.formats import duration, percent, significant
-from iobs.core.specs import is_function_spec
 from iobs.data import Source, TextSource, open_source
 from iobs.evaluate import evaluate
-from iobs.models import LoadedModel, beside, check_output, names_to_replace
-from iobs.models.output import holds, with_licence
+from iobs.models import LoadedModel
+from iobs.models.output import with_licence
 from iobs.pruning.audit import audit, require_promised
 from iobs.pruning.callbacks import ProgressBar
 from iobs.pruning.report import Report, RoundRecord
@@ -77,50 +72,6 @@ def _without_folders(argument: str) -> str:
 def _joined(words: Sequence[str]) -> str:
     """The words as one line, quoted for the shell of this system."""
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
-
-
-@dataclass(frozen=True)
-class OutputPlace:
-    """Output directory and checkpoint of a run.
-
-    Attributes:
-        output: the output directory; None if nothing is written.
-        replaceable: names in it that are replaced at the end.
-        checkpoint: directory of intermediate results; None without --resume.
-    """
-
-    output: Path | None
-    replaceable: tuple[str, ...] = ()
-    checkpoint: Path | None = None
-
-    @classmethod
-    def of(cls, model: str | None, output: Path | None, overwrite: bool, resume: bool) -> Self:
-        """The place that the options name, checked before any work.
-
-        Raises:
-            typer.BadParameter: the output is the model itself.
-            OutputError: the output exists and may not be replaced, or cannot be written.
-        """
-        if output is None:
-            return cls(None)
-        replaceable = names_to_replace(output, ("recipe.yaml",), overwrite)
-        if replaceable and model is not None:
-            source = Path(model.rpartition(":")[0] if is_function_spec(model) else model)
-            if holds(output, source):  # everything in the directory is replaced
-                raise typer.BadParameter(
-                    "this is MODEL itself or holds it, and MODEL would be removed; give another directory",
-                    param_hint="--output / -o",
-                )
-        check_output(output, replaceable=replaceable)
-        checkpoint = beside(output, "checkpoint")
-        if checkpoint.is_dir() and not resume:
-            console.say(f"{checkpoint} holds a stopped run; with --resume this command continues it.")
-        return cls(output, replaceable, checkpoint if resume else None)
-
-    def finish(self) -> None:
-        """Remove the intermediate results of a finished run."""
-        if self.checkpoint is not None:
-            shutil.rmtree(self.checkpoint)
 
 
 def prune_with_progress(

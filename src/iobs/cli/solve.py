@@ -54,11 +54,6 @@ def solve(
         iobs solve patients.csv --target ill -k 5 --select points  # a scorecard
         iobs solve houses.csv --target price --interactions strong  # with products of two columns
     """
-    from iobs.cli import solution, solution_tables
-    from iobs.cli.console import ConsoleSteps
-    from iobs.cli.solve_inputs import read_regression
-    from iobs.data.tables import read_table
-
     selection.check(columns, limits, k, proofs)
     proofs.check(columns)
     if not ridge < math.inf:
@@ -67,6 +62,12 @@ def solve(
     if plot is not None and not plot.suffix:
         plot = plot.with_suffix(".png")
     _check_outputs(output, plot, data)
+
+    from iobs.cli import solution, solution_tables
+    from iobs.cli.console import ConsoleSteps
+    from iobs.cli.solve_inputs import read_regression
+    from iobs.data.tables import read_table
+
     table = read_table(
         data,
         columns.target,

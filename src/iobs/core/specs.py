@@ -110,6 +110,16 @@ def require_table(file: Path) -> None:
         raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
 
 
+def require_questions(file: Path) -> None:
+    """Check that a file of questions exists.
+
+    Raises:
+        DataError: it does not.
+    """
+    if not file.is_file():
+        raise DataError(f"There is no file {file}; give questions as .jsonl or .jsonl.gz.")
+
+
 def require_written(directory: Path) -> None:
     """Check that the directory of a pruned model exists.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from iobs.core.specs import require_questions
 from iobs.data.text import open_text
 from iobs.errors import DataError
 
@@ -47,8 +48,7 @@ def read_questions(file: Path, subjects: int | None = None, each: int | None = N
     Raises:
         DataError: the file does not exist, or a line does not have this format.
     """
-    if not file.is_file():
-        raise DataError(f"There is no file {file}; give questions as .jsonl or .jsonl.gz.")
+    require_questions(file)
     examples: dict[str, list[Question]] = defaultdict(list)
     test: dict[str, list[Question]] = defaultdict(list)
     number = 0

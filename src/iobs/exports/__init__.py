@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from iobs.core.export_formats import FORMATS, ExportFormat
 from iobs.core.files import expanded
 from iobs.errors import ModelError
 from iobs.exports.source import Example, Export, ExportSource, Written, needed, source_of
@@ -19,38 +19,15 @@ from iobs.exports.to_openvino import write_openvino
 from iobs.models import LoadedModel, output_directory
 from iobs.pruning.network.selection import require_unstored
 
-__all__ = ["TARGETS", "Export", "ExportFormat", "Written", "export", "require_packages"]
+__all__ = ["FORMATS", "WRITERS", "Export", "ExportFormat", "Written", "export", "require_packages"]
 
 
-@dataclass(frozen=True)
-class ExportFormat:
-    """One format.
-
-    Attributes:
-        write: writes the files into an existing directory, and returns the records of the matrices.
-        bits: numbers of bits that the format can hold.
-        weights: patterns of the files that hold the weights and the graph.
-        what: the runtime that reads it.
-        packages: names of the optional packages that it is written with.
-    """
-
-    write: Callable[[ExportSource, Path], list[Written]]
-    bits: tuple[int, ...]
-    weights: tuple[str, ...]
-    what: str
-    packages: tuple[str, ...] = ()
-
-
-TARGETS = {
-    "gguf": ExportFormat(write_gguf, (4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
-    "nemotron-nas": ExportFormat(write_nemotron_nas, (16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
-    "onnx": ExportFormat(write_onnx, (4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
-    "compressed-tensors": ExportFormat(
-        write_compressed_tensors, (4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)
-    ),
-    "openvino": ExportFormat(
-        write_openvino, (4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")
-    ),
+WRITERS: dict[str, Callable[[ExportSource, Path], list[Written]]] = {  # into an existing directory
+    "gguf": write_gguf,
+    "nemotron-nas": write_nemotron_nas,
+    "onnx": write_onnx,
+    "compressed-tensors": write_compressed_tensors,
+    "openvino": write_openvino,
 }
 
 
@@ -60,7 +37,7 @@ def require_packages(to: str) -> None:
     Raises:
         ModelError: a package is missing; the message has the command that installs it.
     """
-    for package in TARGETS[to].packages:
+    for package in FORMATS[to].packages:
         needed(package, to)
 
 
@@ -79,7 +56,7 @@ def export(
     Args:
         model: a module, a `LoadedModel`, or the name of a model (a directory that `iobs prune` wrote).
         path: the output directory; it must not exist, or must be empty.
-        to: name of the target, one of `iobs.exports.TARGETS`.
+        to: name of the target, one of `iobs.exports.FORMATS`.
         bits: of the matrices of layers: 32, 16, 8 or 4, as far as the target has them. 8 and 4 round weights that are
             not on such a grid. Default: as few as hold a matrix exactly; floating point numbers otherwise.
         example: input of one forward pass, for targets that trace the model: a tensor, a tuple of positional arguments
@@ -91,9 +68,9 @@ def export(
         NonFiniteError: a weight is NaN or infinite.
         OutputError: the output directory is not empty, or cannot be written.
     """
-    if to not in TARGETS:
-        raise ModelError(f"{to!r} is no target of an export; choose one of {', '.join(TARGETS)}.")
-    target = TARGETS[to]
+    if to not in FORMATS:
+        raise ModelError(f"{to!r} is no target of an export; choose one of {', '.join(FORMATS)}.")
+    target = FORMATS[to]
     if bits is not None and bits not in target.bits:
         choices = ", ".join(map(str, target.bits))
         raise ModelError(f"An export to {to} holds {choices} bits, not {bits!r}.")
@@ -102,7 +79,7 @@ def export(
     require_unstored(source.module, f"They cannot be written as {to}. Export the dense model.")
     source.require_finite()
     with output_directory(Path(path), replaceable) as temporary:
-        written = target.write(source, temporary)
+        written = WRITERS[to](source, temporary)
         files = {file for pattern in target.weights for file in temporary.rglob(pattern) if file.is_file()}
         size = sum(file.stat().st_size for file in files)
     return Export(to, expanded(path), size, tuple(written))

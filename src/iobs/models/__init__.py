@@ -10,7 +10,7 @@ from iobs.core.files import expanded
 from iobs.core.specs import is_function_spec, require_model
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import beside, check_output, make_folder, names_to_replace, output_directory
+from iobs.models.output import output_directory
 from iobs.models.sixteen_bits import widen
 from iobs.models.vision_shim import ensure_torchvision
 
@@ -18,12 +18,8 @@ __all__ = [
     "EMBEDDED",
     "LoadedModel",
     "Tokenizer",
-    "beside",
-    "check_output",
     "ensure_torchvision",
     "load",
-    "make_folder",
-    "names_to_replace",
     "output_directory",
     "parameter_count",
     "size_in_bytes",

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from iobs.core.files import expanded, is_packed_file, weight_files
+from iobs.core.outputs import check_output
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.inference.storing import fewest_bits
 from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
 from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
-from iobs.models.output import check_output, copy_companions, output_directory
+from iobs.models.output import copy_companions, output_directory
 from iobs.models.packed_files import SUFFIX, files_with_codes, fill_from_files, pack_directory, scratch_beside
 from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from iobs.core.files import expanded
 from iobs.core.memory import available
+from iobs.core.outputs import check_output
 from iobs.core.patterns import Pattern
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, ProblemError
 from iobs.models.directory import Directory
-from iobs.models.output import REPORTS, check_output, copy_companions, output_of_ranks
+from iobs.models.output import REPORTS, copy_companions, output_of_ranks
 from iobs.models.sixteen_bits import WideLinear, native
 from iobs.models.skeleton import blocks_of, skeleton
 from iobs.models.weights import ShardWriter
@@ -421,7 +422,7 @@ class StreamedStore(BlockwiseStore):
 
         Raises:
             ModelError: as `StreamedModel.open`.
-            OutputError: as `iobs.models.check_output`.
+            OutputError: as `check_output`.
             DistributedError: another rank is gone.
             AuditError: the written files hold fewer zeros than were counted in memory.
         """

@@ -25,11 +25,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from iobs.core.files import expanded
+from iobs.core.outputs import PARTIAL
 from iobs.errors import CheckpointError, OtherRunError
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.fingerprint import differences
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import PARTIAL, lock_folder
+from iobs.pruning.runtime.scratch import lock_folder
 
 RUN = "run.json"
 _SUFFIX = ".safetensors"

@@ -15,12 +15,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from iobs.core.files import expanded
+from iobs.core.outputs import PARTIAL, is_partial
 from iobs.errors import OutputError
 
 if sys.platform != "win32":
     import fcntl
-
-PARTIAL = ".partial"
 
 
 @contextmanager
@@ -101,11 +100,6 @@ def existing(folder: str | Path) -> Path:
     """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
     path = Path(os.path.realpath(expanded(folder)))
     return next(parent for parent in (path, *path.parents) if parent.is_dir())
-
-
-def is_partial(entry: Path, name: str) -> bool:
-    """True if an entry is a temporary folder of the name `name`."""
-    return entry.name.startswith(f".{name}.") and entry.name.endswith(PARTIAL) and entry.is_dir()
 
 
 def remove_abandoned(place: Path, name: str) -> None:
