@@ -26,11 +26,11 @@ from torch import Tensor, nn
 import iobs
 from iobs.core.linalg import masked_conjugate_gradients, shifted_inverse
 from iobs.core.modes import full_precision
+from iobs.core.outputs import make_folder
 from iobs.core.patterns import NM, Unstructured
 from iobs.core.quadratic import Quadratic
 from iobs.errors import IOBSError, ProblemError, is_out_of_memory
 from iobs.inference import gpu
-from iobs.core.outputs import make_folder
 from iobs.pruning.cost.machines import Machine, Network, Rates, need
 from iobs.pruning.cost.work import solver_cost
 from iobs.pruning.network.layers import Layer

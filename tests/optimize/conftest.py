@@ -24,6 +24,7 @@ def write(request, tmp_path, monkeypatch):
     """A function that writes bytes or text as a table, which is read with pandas and without."""
     if request.param == "pandas":
         pytest.importorskip("pandas")
+        monkeypatch.setattr(tables, "_SMALL", 0)
     else:
         monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
 

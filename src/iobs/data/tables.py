@@ -1,6 +1,6 @@
 """Tables on disk as a design matrix with named columns and a target.
 
-Files are CSV, read by pandas where it is installed, Parquet, or .npz.
+Files are CSV, read by pandas where it is installed and the file is not small, Parquet, or .npz.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ _TRUTH = {"true": 1.0, "false": 0.0}
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 _FIELDS = 1 << 22  # entries of a piece in a wide table: pandas holds the text of a whole piece
 _FEWEST_ROWS = 1000  # of a piece: each piece has a cost per column
+_SMALL = 2**19  # bytes of a file that is read before pandas would be loaded
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def _read_text(file: Path, text: Sequence[str]) -> dict[str, Column]:
     rows = _rows(file, separator)
     header = [name or f"Unnamed: {j}" for j, name in enumerate(next(rows))]
     _refuse_doubles(file, header)
-    if importlib.util.find_spec("pandas") is not None:
+    if file.stat().st_size > _SMALL and importlib.util.find_spec("pandas") is not None:
         _check_memory(file, separator, _BYTES)
         places = {j for j, name in enumerate(header) if name in text}
         arrays = _read_frames(file, separator, len(header), places, _MISSING, _CHUNK_ROWS)

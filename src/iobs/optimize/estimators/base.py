@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 from sklearn.base import BaseEstimator
-from sklearn.feature_selection import SelectorMixin
-from sklearn.model_selection import BaseCrossValidator, GroupKFold, StratifiedGroupKFold, check_cv
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError, is_a, shown
-from iobs.optimize.bounds.branch_and_bound import certify
-from iobs.optimize.bounds.certificate import Certificate
 from iobs.optimize.estimators.plots import path_figure
+from iobs.optimize.estimators.selector import ColumnSelector
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
@@ -46,6 +43,9 @@ from iobs.optimize.search.path import fit_path, information, standard_errors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from sklearn.model_selection import BaseCrossValidator
+
+    from iobs.optimize.bounds.certificate import Certificate
 
 _PROOF_SECONDS = 60.0  # time limit of a proof for which none is given
 _CRITERIA = ("aic", "bic", "ebic")
@@ -127,7 +127,7 @@ class ChosenPath:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
+class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
     """A path of fits over k, and the choice of k; a subclass gives the loss.
 
     As a selector of scikit-learn it also has `get_support`, `transform` (the chosen columns) and
@@ -213,6 +213,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
             return path
         if self.groups is not None:
             raise ProblemError("certify proves nothing about groups of features; leave one of them out.")
+        from iobs.optimize.bounds.branch_and_bound import certify
+
         lower, upper = (None, None) if path.bounds is None else (path.bounds.lower, path.bounds.upper)
         self.certificate_: Certificate = certify(
             path.objective,
@@ -456,6 +458,8 @@ class SparseEstimator(SelectorMixin, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _splits(self, data: Observations, sample_groups: npt.ArrayLike | None) -> Iterator[tuple[Indices, Indices]]:
         """The training and the held-out samples of every fold."""
+        from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, check_cv
+
         strata = self._strata(data)
         folds = check_cv(self.cv, strata, classifier=strata is not None)
         if sample_groups is not None and (self.cv is None or isinstance(self.cv, (int, np.integer))):
