@@ -360,5 +360,4 @@ def _about_the_units(pattern: Structured, plan: UnitsPlan) -> str:
         which = "The run measures how many units each layer needs."
     else:
         which = "The run chooses which units are removed."
-    about_the_time = "" if plan.seconds is not None else " Its time is not predicted; the run shows the time left."
-    return f"{which}{about_the_time}"
+    return which

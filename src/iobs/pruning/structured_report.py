@@ -78,7 +78,7 @@ class UnitsPlan:
         units: in the order of the forward pass.
         costs: of the dense model.
         notes: what the run would note, such as sites that keep all units.
-        seconds: expected time of the run; None where it is not foretold.
+        seconds: expected time of the run; None if it was not asked for.
     """
 
     units: tuple[PlannedUnits, ...]

@@ -25,7 +25,7 @@ from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve
 from iobs.solvers.grouped.system import kept_groups
 
-_TIMINGS = 4  # measurements of the whole network in an allocation by time
+_TIMINGS, TYPICAL_TIMINGS = 4, 2  # most and usual measurements of the whole network in an allocation by time
 _CLOSE = 1.01  # measured times differ by this factor from run to run
 
 

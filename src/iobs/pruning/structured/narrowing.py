@@ -24,11 +24,11 @@ from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.coverage import Reason
-from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.network.selection import Selection, matching, other_weights
+from iobs.pruning.plan.widths import TYPICAL_TIMINGS
 from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
@@ -47,7 +47,8 @@ from iobs.pruning.structured_report import (
     WidthRecord,
 )
 from iobs.pruning.widths.costs import Products
-from iobs.pruning.widths.knapsack import choices_of, chosen_widths, require_reachable
+from iobs.pruning.widths.knapsack import choices_of, chosen_widths, possible_widths, require_reachable
+from iobs.pruning.widths.latency import seconds_of_measuring, seconds_of_shares
 from iobs.pruning.workspace import Request, Workspace
 
 _WHERE = ("in the layers that hold units", "in all layers")  # of costs
@@ -329,9 +330,18 @@ class SiteRemoval:
             planned.append(PlannedCost(name, before, most if kept is None else cost.of(kept), where))
         return UnitsPlan(tuple(units), tuple(planned), tuple(self.callbacks.notes))
 
-    def foretell(self) -> Forecast:
-        """The work of a run after the search for units, and its time on this machine."""
-        return Foresight.of(self.store, self._solving(), self.data).forecast(self.request.recipe)
+    def foretell(self) -> float:
+        """Seconds of a run after the search for units, on this machine."""
+        seconds = Foresight.of(self.store, self._solving(), self.data).forecast(self.request.recipe).seconds
+        pattern = self.request.pattern
+        if pattern.of == "latency":
+            widths = {
+                site: possible_widths(pattern, site, offered=self.offered.get(site.name)) for site in self.sites.sites
+            }
+            calls = self.model, self.data[0]
+            seconds += seconds_of_measuring(*calls, widths, pattern.runtime, pattern.batch)
+            seconds += TYPICAL_TIMINGS * seconds_of_shares(*calls, pattern.runtime, pattern.batch)
+        return seconds
 
     def _solving(self) -> Request:
         """The request of the solves of the layers that read units."""

@@ -7,10 +7,12 @@ stacked weights of a mixture, and their rows of the router.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,11 +24,12 @@ from iobs.core.structured import Units
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.additions import captured_additions
-from iobs.pruning.calibration.blocks import hidden_of
+from iobs.pruning.calibration.blocks import Block, hidden_of
 from iobs.pruning.calibration.losses import answered
 from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
 from iobs.pruning.callbacks import Callbacks
+from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.coverage import Reason
 from iobs.pruning.descent.scoring import frozen_copy
 from iobs.pruning.network.calls import after_calls, before_calls
@@ -71,6 +74,7 @@ from iobs.pruning.workspace import Request, Workspace
 
 _INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # attributes that hold the place of a block
 _TOKENS = 2048  # tokens on which the output of a mixture is compared
+_TRIAL_SECONDS = 2.0  # most time in which a dry run tries which blocks harm least
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # experts of a token
 
 
@@ -91,7 +95,7 @@ class Parts:
     """The parts of one kind that a model has: its blocks, or its experts.
 
     A removal is a mapping from the path of every list to the indices of the parts that go. A kind has the methods
-    `choose`, `least_removed`, `require_possible`, `without` and `finish`, too.
+    `choose`, `foretold_choice`, `likely`, `least_removed`, `require_possible`, `without` and `finish`, too.
 
     Args:
         model: with all parts.
@@ -171,16 +175,7 @@ class Blocks(Parts):
         """
         gone: list[int] = []
         while len(gone) < self.count - keep:
-            damages: dict[int, float] = {}
-            reason = ""
-            for block in (index for index in range(self.count) if index not in gone):
-                try:
-                    with self.without({self.path: [*gone, block]}):
-                        damages[block] = damage()
-                except batches.REFUSALS as error:
-                    if is_out_of_memory(error):
-                        raise
-                    reason = reason or first_line(error)
+            damages, reason = self._damages(gone, damage)
             if not damages:
                 raise ModelError(
                     f"{type(self.model).__name__} fails if a block of {self.path or 'the model'} only passes on "
@@ -192,6 +187,44 @@ class Blocks(Parts):
         if is_configured(self.model):
             self._shorter_config(sorted(gone))
         return {self.path: sorted(gone)}
+
+    def _damages(
+        self, gone: Sequence[int], damage: Callable[[], float], most: float = math.inf
+    ) -> tuple[dict[int, float], str]:
+        """The damage without each further block, by its place; and why the model failed without one.
+
+        Args:
+            gone: blocks that are removed already.
+            damage: measures the damage to the model.
+            most: seconds after which the others are left out.
+        """
+        damages: dict[int, float] = {}
+        reason, began = "", time.perf_counter()
+        for block in (index for index in range(self.count) if index not in gone):
+            try:
+                with self.without({self.path: [*gone, block]}):
+                    damages[block] = damage()
+            except batches.REFUSALS as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = reason or first_line(error)
+            if time.perf_counter() - began > most:
+                break
+        return damages, reason
+
+    def foretold_choice(self, keep: int, damage: Callable[[], float]) -> tuple[float, dict[str, list[int]]]:
+        """Seconds that `choose` takes, and blocks that it may choose."""
+        began = time.perf_counter()
+        damages, _ = self._damages([], damage, _TRIAL_SECONDS)
+        each = (time.perf_counter() - began) / max(1, len(damages))
+        order, removed = sorted(damages, key=lambda block: damages[block]), self.count - keep
+        if len(damages) < self.count:  # those in the middle harm least
+            order = sorted(range(self.count), key=lambda block: abs(block - self.count / 2))
+        return each * _trials(self.count, removed), {self.path: sorted(order[:removed])}
+
+    def likely(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
+        """Context of a trial of the run after a removal."""
+        return self.without(removed)
 
     def least_removed(self, keep: int) -> int:
         """The parameters of the smallest blocks; those that several blocks share stay."""
@@ -274,6 +307,11 @@ class Blocks(Parts):
             except Exception as error:  # configurations check their values
                 reason = first_line(error)
         raise ModelError(f"{type(self.model).__name__} cannot be built with {keep} blocks of {self.path}: {reason}.")
+
+
+def _trials(count: int, removed: int) -> int:
+    """The number of removals that are tried until `removed` of `count` parts are gone, one after another."""
+    return sum(count - gone for gone in range(removed))
 
 
 def _is_numbered(module: nn.Module) -> bool:
@@ -427,6 +465,21 @@ class Experts(Parts):
             removed[path] = sorted(gone)
             self.errors[path] = error / max(float(dense.double().square().sum()), 1e-30)
         return removed
+
+    @torch.no_grad()
+    def foretold_choice(self, keep: int, damage: Callable[[], float]) -> tuple[float, dict[str, list[int]]]:
+        """Seconds that `choose` takes, from one expert of the first mixture, and experts that it may choose."""
+        path, site = next(iter(self.sites.items()))
+        dense = _output(self.model.get_submodule(path), self.inputs[path])
+        began = time.perf_counter()
+        self._error_without(site, [0], dense)
+        each = time.perf_counter() - began
+        removed = {path: [*range(site.count - keep)] for path, site in self.sites.items()}
+        return each * sum(_trials(site.count, site.count - keep) for site in self.sites.values()), removed
+
+    def likely(self, removed: Mapping[str, Sequence[int]]) -> AbstractContextManager[None]:
+        """Context of a trial of the run: all experts stay, since tokens go to as many of them after a removal."""
+        return nullcontext()
 
     def _error_without(self, site: Site, gone: Sequence[int], dense: Tensor) -> float:
         """Squared change of the output of a mixture without some experts, from its dense output.
@@ -645,25 +698,45 @@ class PartRemoval:
             self.expected = Expected.of(self.model, self.data[0])
         return report
 
-    def _workspace(self, frozen: frozenset[str]) -> Workspace:
-        """The workspace of the refit of the layers after the first removal; all their columns are kept."""
+    def foretell(self) -> float:
+        """Seconds of a run after the search for parts, on this machine."""
+        damage = _Damage(self.model, self.model, self.data)
+        seconds, removed = self.parts.foretold_choice(self.keep, damage)
+        with self.parts.likely(removed):
+            solving, _ = self._refit(removed)
+            foresight = Foresight.of(self.store, solving, self.data)
+            if self._runs_whole(foresight.chain, removed):
+                foresight = replace(foresight, chain=[], work=replace(foresight.work, blocks=0))
+            return seconds + foresight.forecast(self.request.recipe).seconds
+
+    def _refit(self, removed: Mapping[str, Sequence[int]]) -> tuple[Request, Selection]:
+        """The refit of the layers after the first removal; all their columns are kept."""
         model, request = self.model, self.request
-        layers = _writers(model, self.data[0], self.parts.first_changed(self.removed))
+        layers = _writers(model, self.data[0], self.parts.first_changed(removed))
         skipped = {
             layer.name: Reason("asked", "is not refitted") for layer in find_layers(model) if layer not in layers
         }
         with keeping_buffers(model):
             selection = multiplied_as_they_are(model, Selection(tuple(layers), skipped), self.data[0])
         patterns = {layer: Groups(layer.shape[1], keep=1) for layer in selection.layers}
-        solving = Request(request.recipe, patterns, request.pattern, request.holdout, request.seed, request.checkpoint)
+        common = request.recipe, patterns, request.pattern, request.holdout, request.seed, request.checkpoint
+        return Request(*common), selection
+
+    def _runs_whole(self, chain: Sequence[Block], removed: Mapping[str, Sequence[int]]) -> bool:
+        """True if the model runs whole, since a chain would skip the dense model's blocks too."""
+        lists = {block.path.rpartition(".")[0] for block in chain}
+        return bool(self.parts.unused(removed)) and not lists >= {each.path for each in self.parts.lists}
+
+    def _workspace(self, frozen: frozenset[str]) -> Workspace:
+        """The workspace of the refit."""
+        solving, selection = self._refit(self.removed)
         unused = tuple(f"{path}." for path in self.parts.unused(self.removed))
-        names = [name for name, _ in model.named_parameters() if unused and name.startswith(unused)]
+        names = [name for name, _ in self.model.named_parameters() if unused and name.startswith(unused)]
         workspace = Workspace.of(
             self.store, solving, selection, self.data, self.callbacks, frozenset({*frozen, *names})
         )
-        lists = {block.path.rpartition(".")[0] for block in workspace.chain}
-        if unused and not lists >= {each.path for each in self.parts.lists}:
-            workspace.run_whole()  # the chain would skip the dense model's blocks too
+        if self._runs_whole(workspace.chain, self.removed):
+            workspace.run_whole()
         return workspace
 
     def remove(self) -> None:

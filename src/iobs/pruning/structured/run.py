@@ -26,11 +26,12 @@ from iobs.pruning.recipe.recipe import require_structured
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
+from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structured.narrowing import SiteRemoval
 from iobs.pruning.structured.parts import PartRemoval, StoreBesideDense
 from iobs.pruning.structured_report import SECONDS, CostRecord, StructuredReport, StructuredRequest, UnitsPlan
 from iobs.pruning.widths.costs import note_differing_shapes
-from iobs.pruning.widths.latency import NAMES, require_runtime, shares_of
+from iobs.pruning.widths.latency import NAMES, require_runtime, seconds_of_shares, shares_of
 
 _NO_CHANGE = Recipe(solver="magnitude")  # keeps all units with their weights, and reads a few samples
 
@@ -85,7 +86,7 @@ def plan_structured(store: Store, data: list[Batch], request: StructuredRequest,
         store: of the model.
         data: calibration samples.
         request: of the run.
-        timed: foretell the time of the run, for channels, neurons and heads whose widths are not chosen by time.
+        timed: foretell the time of the run.
     """
     require_possible(store, request)
     model = store.model
@@ -95,10 +96,12 @@ def plan_structured(store: Store, data: list[Batch], request: StructuredRequest,
         removal = _find_removal(store, data, request, Callbacks([]))
         with _naming_what_stays(removal):
             plan = removal.plan()
-        if not timed or isinstance(removal, PartRemoval) or request.pattern.of == "latency":
+        if not timed:
             return plan
-        searched = time.perf_counter() - began  # the run searches again
-        return replace(plan, seconds=searched + removal.foretell().seconds)
+        seconds = time.perf_counter() - began + removal.foretell()  # the run searches again
+        if can_copy(model):
+            seconds += seconds_of_shares(model, data[0], request.pattern.runtime, request.pattern.batch)
+        return replace(plan, seconds=seconds)
 
 
 @contextmanager

@@ -318,20 +318,38 @@ def measure(
     """
     with inferring(model), keeping_buffers(model):
         network = whole(model, batch, samples)
-        examples = _examples(model, network, {site.owner for site in offered})
-        by_signature: dict[object, Times] = {}
         times: dict[str, Times] = {}
-        for site, widths in offered.items():
-            example = examples.get(site.owner)
-            if example is None:
-                continue  # the first sample does not call it as a module
-            key = _signature(site, example)
-            if key not in by_signature:
-                some = grid(site, widths)
-                calls = [called_in(runtime, _narrower(example, site, width)) for width in some]
-                by_signature[key] = Times(some, tuple(_timed(calls, clock)))
-            times[site.name] = by_signature[key]
+        for sites, example in _alike(model, network, offered):
+            some = grid(sites[0], offered[sites[0]])
+            calls = [called_in(runtime, _narrower(example, sites[0], width)) for width in some]
+            measured = Times(some, tuple(_timed(calls, clock)))
+            times |= dict.fromkeys((site.name for site in sites), measured)
         return Latency(_timed([called_in(runtime, network)], clock)[0], times)
+
+
+def seconds_of_measuring(
+    model: nn.Module, batch: Batch, offered: Mapping[Site, Sequence[int]], runtime: Runtime, samples: int = 1
+) -> float:
+    """Seconds that `measure` takes with these arguments, from one width of every block that it times."""
+    with inferring(model), keeping_buffers(model):
+        network, total = whole(model, batch, samples), 0.0
+        for sites, example in _alike(model, network, offered):
+            widths = grid(sites[0], offered[sites[0]])
+            total += len(widths) * _seconds_of_timing(runtime, _narrower(example, sites[0], widths[len(widths) // 2]))
+        return total + _seconds_of_timing(runtime, network)
+
+
+def seconds_of_shares(model: nn.Module, batch: Batch, runtime: Runtime, samples: int = 1) -> float:
+    """Seconds that `shares_of` takes for two networks as large as the model."""
+    with inferring(model), keeping_buffers(model):
+        return 2 * _seconds_of_timing(runtime, whole(model, batch, samples))
+
+
+def _seconds_of_timing(runtime: Runtime, example: Example) -> float:
+    """Seconds in which a call is prepared and timed."""
+    began = time.perf_counter()
+    _timed([called_in(runtime, example)], interleaved)
+    return time.perf_counter() - began
 
 
 def grid(site: Site, widths: Sequence[int]) -> tuple[int, ...]:
@@ -388,6 +406,22 @@ def _examples(model: nn.Module, network: Example, paths: set[str]) -> dict[str, 
     with torch.no_grad(), before_calls(model, filter(None, paths), keep):
         model(*network.arguments, **network.named)
     return examples
+
+
+def _alike(
+    model: nn.Module, network: Example, offered: Mapping[Site, Sequence[int]]
+) -> list[tuple[list[Site], Example]]:
+    """Sites whose blocks take the same time, with the call of one of the blocks.
+
+    Sites whose block the first sample does not call as a module are left out.
+    """
+    examples = _examples(model, network, {site.owner for site in offered})
+    alike: dict[object, tuple[list[Site], Example]] = {}
+    for site in offered:
+        if site.owner in examples:
+            example = examples[site.owner]
+            alike.setdefault(_signature(site, example), ([], example))[0].append(site)
+    return [*alike.values()]
 
 
 def _signature(site: Site, example: Example) -> object:
