@@ -26,6 +26,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model: perplexity on text, accuracy on labelled inputs, multiple choice, or lm-eval tasks.
 
+    An embedding model is scored by the rank correlation of cosines with the labels of pairs of texts.
+
     Without --data, the embedded model is scored on its held-out text, other language models on WikiText-2.
 
     Args:
@@ -38,6 +40,7 @@ def evaluate(
 
     Examples:
         iobs evaluate OUT --data text.txt  # perplexity on your own text
+        iobs evaluate OUT --data pairs.csv  # rank correlation of an embedding model: two columns of text, one of numbers
         iobs evaluate OUT --tasks arc_easy,hellaswag  # tasks of lm-eval
     """
     # Check everything that may fail before the long computations.

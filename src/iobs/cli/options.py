@@ -241,7 +241,8 @@ class DataOptions:
 
     Attributes:
         data (SOURCE): Text files (.txt, .jsonl, .gz; repeat the option), an .npz, a folder or zip of images,
-            FILE.py:function that returns batches, or wikitext2, c4, redpajama. Default: the embedded model uses its own
+            FILE.py:function that returns batches, or wikitext2, c4, redpajama; to score an embedding model a table of
+            labelled pairs of texts. Default: the embedded model uses its own
             text, other language models use C4 for calibration and WikiText-2 for evaluation.
     """
 

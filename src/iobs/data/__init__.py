@@ -9,6 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from iobs.data.pairs import PairSource, read_pairs
     from iobs.data.questions import Question, Questions, made_questions, prompt, read_questions
     from iobs.data.sources import (
         ArraySource,
@@ -27,6 +28,7 @@ __all__ = [
     "ArraySource",
     "Batch",
     "BatchSource",
+    "PairSource",
     "Part",
     "Question",
     "Questions",
@@ -40,11 +42,13 @@ __all__ = [
     "open_source",
     "prompt",
     "read_documents",
+    "read_pairs",
     "read_questions",
     "token_windows",
 ]
 
 _HOMES = {
+    "iobs.data.pairs": ("PairSource", "read_pairs"),
     "iobs.data.questions": ("Question", "Questions", "made_questions", "prompt", "read_questions"),
     "iobs.data.text": ("CORPORA", "Part", "calibration_windows", "embedded_text", "read_documents", "token_windows"),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from iobs.core.files import expanded
 from iobs.core.specs import is_function_spec, require_data
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images, statistics_of, transform_of
+from iobs.data.pairs import SUFFIXES, PairSource, read_pairs
 from iobs.data.text import CORPORA, PIECE, Part, calibration_windows, corpus_documents, embedded_text, read_documents
 from iobs.errors import CalibrationError, DataError
 from iobs.models import EMBEDDED, LoadedModel
@@ -49,15 +50,15 @@ class BatchSource:
     batches: list[Batch]
 
 
-Source: TypeAlias = TextSource | ArraySource | BatchSource
+Source: TypeAlias = TextSource | ArraySource | BatchSource | PairSource
 
 
 def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
     """Open a data source.
 
     Args:
-        specs: text files, or one of: a corpus, an .npz file, a folder or zip file of images, FILE.py:function. Default
-            (empty): the embedded model uses the embedded text; other language models use C4 for calibration and
+        specs: text files, or one of: a corpus, an .npz file, a folder or zip file of images, FILE.py:function, or for
+            the evaluation of an embedding model a table of labelled pairs of texts (`read_pairs`). Default (empty): the embedded model uses the embedded text; other language models use C4 for calibration and
             WikiText-2 for evaluation, as pruning papers do.
         part: part of a corpus to read, and the purpose of the default.
         model: the model that the data is for.
@@ -80,6 +81,8 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
             return ArraySource(spec, *read_arrays(path, statistics_of(model)))
         if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
             return ArraySource(spec, *read_images(path, transform_of(model), statistics_of(model)))
+        if part == "evaluation" and model.task == "other" and path.suffix.lower() in SUFFIXES:
+            return read_pairs(path, spec)
     files = [expanded(spec) for spec in specs]
     for file in files:
         _require_text(file, len(files))
@@ -125,6 +128,8 @@ def calibration_batches(
         raise CalibrationError(f"{samples} calibration samples were asked for; at least 1 is needed.")
     if isinstance(source, BatchSource):
         return source.batches
+    if isinstance(source, PairSource):
+        raise CalibrationError(f"{source.name} holds pairs of texts to score a model on; calibrate on texts.")
     if isinstance(source, TextSource):
         return [
             *calibration_windows(

@@ -1,6 +1,7 @@
-"""Metrics of a model: perplexity, accuracy, multiple choice, and lm-eval tasks."""
+"""Metrics of a model: perplexity, accuracy, rank correlation of embeddings, multiple choice, and lm-eval tasks."""
 
 from iobs.evaluate.before_after import BeforeAfter
+from iobs.evaluate.embeddings import rank_correlation
 from iobs.evaluate.scores import (
     Progress,
     accuracy,
@@ -27,5 +28,6 @@ __all__ = [
     "no_progress",
     "output_logits",
     "perplexity",
+    "rank_correlation",
     "squared_error",
 ]

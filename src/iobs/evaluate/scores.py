@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from iobs.core.modes import full_precision
 from iobs.core.wording import plural
-from iobs.data import ArraySource, Source, TextSource, array_batches, token_windows
+from iobs.data import ArraySource, PairSource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
+from iobs.evaluate.embeddings import rank_correlation
 from iobs.models import LoadedModel
 from iobs.pruning.calibration.losses import IGNORED, next_token_loss
 from iobs.pruning.network.modes import without_cache
@@ -196,7 +197,10 @@ def evaluate(
     batch: int | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, float]:
-    """Evaluate a model on a source: perplexity on text, accuracy for classes, mean squared error for real targets.
+    """Evaluate a model on a source.
+
+    The metric is the perplexity on text, the accuracy for classes, the mean squared error for real targets, and for
+    labelled pairs of texts the rank correlation of their cosines with the labels.
 
     Args:
         model: the model.
@@ -218,11 +222,17 @@ def evaluate(
     if isinstance(source, TextSource):
         tokenizer = model.require_tokenizer()
         if model.task != "causal-lm":
-            raise ModelError(f"{model.source} is not a causal language model, so it has no perplexity on text.")
+            raise ModelError(
+                f"{model.source} is not a causal language model, so it has no perplexity on text. An "
+                "embedding model is scored on a table of two columns of text and one of numbers (.csv)."
+            )
         window = model.window_length(length)
         windows = token_windows(tokenizer, source.documents(), window, limit)
         score = perplexity(model.module, windows, batch or max(1, 4096 // window), progress)
         return {"perplexity": score, "tokens": float(windows.numel())}
+    if isinstance(source, PairSource):
+        pairs = PairSource(source.name, source.pairs[:limit], source.labels[:limit])
+        return {"rank correlation": rank_correlation(model, pairs, batch or 32), "labels": float(len(pairs.labels))}
     if isinstance(source, ArraySource):
         order = _spread(len(source.inputs), limit)
         size = batch or 64

@@ -387,6 +387,8 @@ class Report:
             ranges = [interval(scores[name] / 100, int(labels)) for scores in (before, after)]
             dense, pruned = (f"{100 * low:.0f} to {100 * high:.0f}" for low, high in ranges)
             return f"{int(labels):,} labels, 95 % intervals {dense} and {pruned}"
+        if metric == "correlation" and labels is None and before.get("labels"):
+            return f"{int(before['labels']):,} labelled pairs"
         if metric == "perplexity" and tokens and part:
             text = str(self.settings.get("calibration", "the calibration data")).rpartition("/")[
                 2

@@ -23,12 +23,13 @@ _MOST = 512  # texts whose pairs are compared
 
 
 @torch.no_grad()
-def embedded(model: nn.Module, samples: Samples) -> Tensor | None:
+def embedded(model: nn.Module, samples: Samples, first: bool = False) -> Tensor | None:
     """The mean state of every sample, (samples, width) float32 on the CPU; None for models with other outputs.
 
     Args:
         model: in eval mode.
         samples: of this run; with several ranks None, since each has other samples.
+        first: take the state of the first token instead of the mean.
     """
     found = []
     for batch in samples.batches if current().size == 1 else []:
@@ -36,6 +37,9 @@ def embedded(model: nn.Module, samples: Samples) -> Tensor | None:
         states = output.get(_STATES) if isinstance(output, Mapping) and "logits" not in output else None
         if not isinstance(states, Tensor) or states.ndim != 3:
             return None
+        if first:
+            found.append(states[:, 0].float().cpu())
+            continue
         mask = attended(model, batch)
         weights = torch.ones(states.shape[:2]) if mask is None else mask.float()
         weights = weights.to(states.device)[..., None]
