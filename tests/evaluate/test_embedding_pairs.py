@@ -80,7 +80,7 @@ def test_other_tables_and_models_are_refused(encoder, pairs, tmp_path):
     with pytest.raises(DataError, match="two columns of text and one of numbers"):
         open_source([str(tmp_path / "wrong.csv")], "evaluation", loaded)
     (tmp_path / "equal.csv").write_text("a,b,c\n" + "x,y,1\n" * 4)
-    with pytest.raises(DataError, match="All labels .* are equal"):
+    with pytest.raises(DataError, match=r"All labels .* are equal"):
         evaluate(loaded, open_source([str(tmp_path / "equal.csv")], "evaluation", loaded))
     (tmp_path / "t.txt").write_text("text " * 50)
     with pytest.raises(ModelError, match="two columns of text and one of numbers"):

@@ -40,7 +40,7 @@ def evaluate(
 
     Examples:
         iobs evaluate OUT --data text.txt  # perplexity on your own text
-        iobs evaluate OUT --data pairs.csv  # rank correlation of an embedding model: two columns of text, one of numbers
+        iobs evaluate OUT --data pairs.csv  # an embedding model on labelled pairs of texts
         iobs evaluate OUT --tasks arc_easy,hellaswag  # tasks of lm-eval
     """
     # Check everything that may fail before the long computations.

@@ -58,8 +58,9 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
 
     Args:
         specs: text files, or one of: a corpus, an .npz file, a folder or zip file of images, FILE.py:function, or for
-            the evaluation of an embedding model a table of labelled pairs of texts (`read_pairs`). Default (empty): the embedded model uses the embedded text; other language models use C4 for calibration and
-            WikiText-2 for evaluation, as pruning papers do.
+            the evaluation of an embedding model a table of labelled pairs of texts (`read_pairs`). Default (empty):
+            the embedded model uses the embedded text; other language models use C4 for calibration and WikiText-2 for
+            evaluation, as pruning papers do.
         part: part of a corpus to read, and the purpose of the default.
         model: the model that the data is for.
 
