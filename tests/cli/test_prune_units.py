@@ -173,6 +173,7 @@ def test_dry_run_shows_what_is_left_at_most(run, classifier, tmp_path):
     assert "in torch" not in str(plan)
     timed = run(*given, "--dry-run", "--pattern", "structured:30%", "--of", "latency").output
     assert "measures times, and removes 30%" in timed
+    assert "Estimated time: " in timed
     assert "at most" not in timed
 
 

@@ -176,8 +176,9 @@ def test_plan_says_what_a_run_removes(units, share):
     model = llama(3) if units == "blocks" else built(MIXTURES["olmoe"]())
     before = state(model)
     pattern = iobs.Structured(share, units=units)
-    plan = plan_structured(Store(model), text(), StructuredRequest(pattern, STRUCTURED["one-shot"]))
+    plan = plan_structured(Store(model), text(), StructuredRequest(pattern, STRUCTURED["one-shot"]), timed=True)
     require_equal(model, before)
+    assert plan.seconds > 0
     report = iobs.prune(model, text(), pattern, "one-shot")
     assert [(one.name, one.count, one.kept) for one in plan.units] == [
         (one.name, one.before, one.after) for one in report.widths
