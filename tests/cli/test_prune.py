@@ -167,9 +167,9 @@ def test_prune_to_bits_a_weight(run, tmp_path):
     report = read_report(out / "report.json")
     assert 3.3 < report.bits_per_weight <= 3.6  # sides of small matrices
     assert "rate:3.4" in (out / "recipe.yaml").read_text(encoding="utf8")
-    refused = run("prune", "-o", out, "--bits-per-weight", "3", "--bits", "4", *QUICK, code=2).output
+    refused = run("prune", "-o", tmp_path / "new", "--bits-per-weight", "3", "--bits", "4", *QUICK, code=2).output
     assert "--bits-per-weight" in refused
-    refused = run("prune", "-o", out, "--bits-per-weight", "3", "--megabytes", "1", *QUICK, code=2).output
+    refused = run("prune", "-o", tmp_path / "new", "--bits-per-weight", "3", "--megabytes", "1", *QUICK, code=2).output
     assert "--megabytes" in refused
 
 

@@ -14,9 +14,13 @@ from iobs.models import EMBEDDED
 from iobs.pruning.callbacks import ProgressBar
 from iobs.pruning.cost import prices
 from iobs.pruning.cost import work as cost
+from iobs.pruning.cost.foresight import Foresight
+from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, LayerSettings
+from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions
 
 FORECAST = Forecast((Part("curves", 10, 2.0, once=True), Part("layers", 20, 1.0), Part("steps", 100, 0.5)))
@@ -154,6 +158,51 @@ def test_phases_of_a_forecast_take_its_time():
 def test_solver_changes_the_forecast_by_what_it_declares():
     times = {solver: forecast_of(iobs.Recipe(solver=solver), 4).phases["solves"] for solver in ("admm", "sparsegpt")}
     assert times["admm"] > 2 * times["sparsegpt"]
+
+
+def test_small_layers_are_priced_by_solves_of_their_own_shape():
+    measured = cost.Prices(0.0, 0.0, 1e-9, 2e-9, measured={"small": 0.5})
+    small, other = (Layer(name, (8, 8)) for name in ("small", "other"))
+    solves = cost.Solves(LayerSettings("admm"), measured)
+    assert solves.seconds(small) == 0.5
+    assert solves.seconds(small, rows=4) == 0.25
+    assert solves.seconds(other) < 0.1
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    work, found = _measured(model, 0.5)
+    assert found.measured.keys() == {"0", "2"}
+    assert found.measured["0"] == found.measured["2"]  # one shape is solved once
+    assert (work.batches, work.sites, work.grouped) == (2, 0, set())
+
+
+def _measured(model, pattern):
+    """Sizes and prices of a run on two batches of 8 samples."""
+    store, data = Store(model.eval()), [torch.randn(8, 16) for _ in range(2)]
+    recipe = iobs.Recipe.preset("one-shot")
+    selection = selected_for(store, iobs.Unstructured(pattern), None, None, recipe.depthwise)
+    _, request = requested(model, recipe, iobs.Unstructured(pattern), selection, 0.0, 0, None)
+    foresight = Foresight.of(store, request, data)
+    return foresight.work, foresight.prices
+
+
+def test_forecast_of_units_counts_the_effects_of_widths():
+    pattern = iobs.Structured(0.3)
+    every = layers(4, 64, 64)
+    work = cost.Work(every, 100, 100, 0.1, 4, 50.0, cost.inputs_by_width(every, 4), sites=4, grouped={"layers.0"})
+    seconds = {}
+    for name in ("one-shot", "fast"):
+        recipe = STRUCTURED[name]
+        decided = Decisions(recipe.rounds, None, blocks=recipe.blocks)
+        seconds[name] = cost.forecast(work, cost.Prices(1e-3, 1e-9, 1e-9, 2e-9), recipe, decided, pattern).phases
+    assert seconds["fast"].pop("allocation") > 1e-3 * 4 * 4 * 25  # trials: sites, widths, samples that judge
+    assert seconds["fast"] == pytest.approx(seconds["one-shot"])
+
+
+def test_batches_are_counted_as_they_are_given():
+    forecasts = [forecast_of(iobs.Recipe.preset(name), 4, batches=5) for name in ("one-shot", "fast")]
+    in_steps = [forecast_of(iobs.Recipe.preset(name), 4) for name in ("one-shot", "fast")]
+    passes, more = ([one.phases["forward passes"] for one in both] for both in (forecasts, in_steps))
+    assert passes[0] < more[0]  # 20 steps of 50 positions
+    assert passes[1] == more[1]
 
 
 @pytest.mark.parametrize("solver", [*iobs.solvers.SOLVERS])

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
@@ -46,7 +46,7 @@ PATTERNS = ("2:4", "4:8", "1:4")
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 CORPORA = ("wikitext2", "c4", "redpajama")
-PRECISIONS = ("bf16", "int8", "int4")
+PRECISIONS: tuple[Literal["bf16", "int8", "int4"], ...] = ("bf16", "int8", "int4")
 
 
 def complete(words: Sequence[str]) -> Callable[[str], list[str]]:

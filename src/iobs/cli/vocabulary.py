@@ -16,7 +16,7 @@ from iobs.cli.running import shown_command
 from iobs.core.files import expanded
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
-from iobs.data import CORPORA, ArraySource, Batch, BatchSource, open_source
+from iobs.data import CORPORA, Batch, BatchSource, TextSource, open_source
 from iobs.errors import DataError, ModelError
 from iobs.models import LoadedModel
 from iobs.pruning.structured_report import StructuredReport
@@ -88,16 +88,16 @@ def prune_vocabulary(
 def _corpus(specs: list[str], loaded: LoadedModel) -> tuple[str, Iterable[str] | Iterable[Batch]]:
     """The name and the texts, or batches, of --data."""
     source = open_source(specs, "calibration", loaded)
-    if isinstance(source, ArraySource):
-        raise DataError(f"{source.name} holds no text, in which tokens could be counted.")
     if isinstance(source, BatchSource):
         return source.name, source.batches
+    if not isinstance(source, TextSource):
+        raise DataError(f"{source.name} holds no text, in which tokens could be counted.")
     return source.name, islice(source.documents(), _DOCUMENTS if source.name in CORPORA else None)
 
 
 def _documents(specs: list[str], loaded: LoadedModel) -> Iterable[str]:
     """The texts of --eval-data."""
     source = open_source(specs, "evaluation", loaded)
-    if isinstance(source, (ArraySource, BatchSource)):
+    if not isinstance(source, TextSource):
         raise DataError(f"{source.name} is no text; bits per byte are measured on text.")
     return source.documents()

@@ -26,7 +26,7 @@ from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.cost.affordable import ObservedInput, observing_inputs
 from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
 from iobs.pruning.descent.batches import in_steps
-from iobs.pruning.layerwise.problem import Task, solve_layer
+from iobs.pruning.layerwise.problem import Task, solve_layer, solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.curves import recipe_of_curves
@@ -36,7 +36,6 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
-from iobs.pruning.structure.units import ChosenGroups
 from iobs.pruning.workspace import Request
 
 UPDATE_BYTES = 80  # of one weight in a step of Adam: gradient, master, moments, mask, and the copy into the model
@@ -47,6 +46,7 @@ _SMALL = 8, 128  # most rows and columns of a layer whose solve takes hardly any
 _STRONG = 64  # directions of the made-up inputs that are stronger than the others
 _TOKENS = 1024  # most inputs of a Gram that is timed
 _ENTRIES = 2**22  # of a sum that is timed
+_TRIALS = 1.5  # seconds of solves of single layers, besides the one that gives the price of an operation
 _CALLS, _MOST_CALLS, _ENOUGH = 3, 20, 0.3  # calls, and seconds of enough of them; the fastest counts
 _LONG = 1.0  # seconds after which a call is not repeated
 
@@ -85,6 +85,9 @@ def measure(
             whole=store.whole,
             fit=fit,
             ranks=current().size,
+            sites=len(request.sites.sites),
+            grouped={layer.name for layer, pattern in request.patterns.items() if isinstance(pattern, Groups)},
+            batches=len(data.batches),
         )
         prices = _prices_of_solves(workload, request, store.device)
     byte = passes.bringing / workload.model_bytes
@@ -195,10 +198,10 @@ def _prices_of_solves(workload: Work, request: Request, device: torch.device) ->
     def priced(recipe: Recipe, patterns: Mapping[Layer, Pattern], pairs: bool, held_out: bool) -> Prices:
         try:
             with warnings.catch_warnings(action="ignore"):
-                layer, solve = _price_of_solves(recipe, patterns, side, pairs, held_out, device)
+                layer, solve, measured = _price_of_solves(recipe, patterns, side, pairs, held_out, device)
         except (IOBSError, RuntimeError):  # made-up layers do not suit the solver; if its own do not, the run says why
             return rest
-        return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve)
+        return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve, measured=measured)
 
     prices = priced(recipe, patterns, pairs, held_out)
     if under_pattern(recipe.division, request.pattern).criterion == "uniform":
@@ -214,8 +217,10 @@ def _price_of_solves(
     pairs: bool,
     held_out: bool,
     device: torch.device,
-) -> tuple[float, float]:
-    """Seconds of a solve besides its operations, and of an operation in float32.
+) -> tuple[float, float, dict[str, float]]:
+    """Seconds of a solve besides its operations, and of an operation in float32; seconds of small layers, by name.
+
+    Small layers are solved in other ways than large ones, which no count of operations says.
 
     Args:
         recipe: its solver is timed.
@@ -230,31 +235,44 @@ def _price_of_solves(
     """
     unit = Prices(0.0, 1.0, 1.0, 2.0, loop=1.0)  # so that seconds are operations
 
-    def operations(shape: tuple[int, int], name: str) -> float:
-        return Solves(recipe.for_layer(name), unit, pairs, held_out).seconds(Layer(name, shape))
+    def operations(shape: tuple[int, int], layer: Layer) -> float:
+        grouped = isinstance(patterns[layer], Groups)
+        return Solves(recipe.for_layer(layer.name), unit, pairs, held_out, grouped=grouped).seconds(
+            Layer(layer.name, shape)
+        )
 
-    total = sum(operations(layer.shape, layer.name) for layer in patterns)
+    total = sum(operations(layer.shape, layer) for layer in patterns)
     shapes = {}
     for layer, pattern in patterns.items():
         if isinstance(pattern, Groups):
             shapes[layer] = layer.shape
         else:
             shapes[layer] = min(side, layer.shape[0] // layer.groups), min(side, layer.shape[1])
-    takes = {layer: operations(shape, layer.name) for layer, shape in shapes.items()}
+    takes = {layer: operations(shape, layer) for layer, shape in shapes.items()}
     few = [layer for layer in patterns if takes[layer] <= max(_SHARE * total, _FEW)]
     layer = max(few, key=takes.__getitem__) if few else min(patterns, key=takes.__getitem__)
-    settings = _settings_of_trial(recipe.for_layer(layer.name))
+    settings = _settings_of_trial(recipe.for_layer(layer.name), patterns[layer])
 
     def trial(shape: tuple[int, int]) -> TrialSolve:
         fitting = _pattern_of_trial(patterns[layer], shape)
         return TrialSolve(shape, fitting, settings, pairs=pairs, held_out=held_out, device=device)
 
+    per_operation = takes[layer]
     small_shape = _SMALL[0], min(_SMALL[1], *(layer.shape[1] for layer in patterns))
     small, large = trial(small_shape), trial(shapes[layer])
     small.solve()  # may compile kernels, which takes up to half a minute
     seconds = timed(small.solve, device)
     whole = timed(large.solve, device, 1)
-    return seconds, max(whole - seconds, 0.1 * whole) / takes[layer]
+    measured: dict[tuple[object, ...], float] = {(shapes[layer], patterns[layer], settings): whole}
+    names: dict[str, float] = {}
+    for layer in sorted(few, key=takes.__getitem__):
+        settings = _settings_of_trial(recipe.for_layer(layer.name), patterns[layer])
+        kind = shapes[layer], patterns[layer], settings
+        if kind not in measured and sum(measured.values()) - whole < _TRIALS:
+            measured[kind] = timed(trial(shapes[layer]).solve, device, 1)
+        if kind in measured and shapes[layer] == (layer.shape[0] // layer.groups, layer.shape[1]):
+            names[layer.name] = measured[kind]
+    return seconds, max(whole - seconds, 0.1 * whole) / per_operation, names
 
 
 def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device) -> float:
@@ -274,10 +292,12 @@ def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device
     return seconds / (2.0 * rows.numel() * columns * (3 if pairs else 1))
 
 
-def _settings_of_trial(settings: LayerSettings) -> LayerSettings:
+def _settings_of_trial(settings: LayerSettings, pattern: Pattern) -> LayerSettings:
     """The settings of a layer; a solver of the user is not called with made-up layers, SparseGPT stands in for it."""
     if _is_foreign(settings.solver):
         settings = replace(settings, solver="sparsegpt")
+    if isinstance(pattern, Groups) and solver_of_groups(settings.solver) in (None, "search"):
+        settings = replace(settings, solver="greedy")  # made-up layers need far more exchanges than real ones
     return replace(settings, refine=None) if _is_foreign(settings.refine) else settings
 
 
@@ -287,13 +307,12 @@ def _is_foreign(solver: object) -> bool:
 
 
 def _pattern_of_trial(pattern: Pattern, shape: tuple[int, int]) -> Pattern:
-    """The pattern of a layer if it fits a shape; units are chosen before the solves."""
+    """The pattern of a layer if it fits a shape."""
     if isinstance(pattern, Groups):
         index = pattern.index
         if isinstance(index, int) or len(index) != shape[1]:
-            index = tuple(range(shape[1]))
-        kept = tuple(range((max(index) + 2) // 2))
-        return ChosenGroups(index, keep=len(kept), chosen=kept)
+            index = (0,) * shape[1] if pattern.keep == 1 else tuple(range(shape[1]))
+        return Groups(index, keep=-(-3 * (max(index) + 1) // 4))  # all columns, if they are one group
     if isinstance(pattern, Rate):  # steps of the columns of a small matrix need many bits
         pattern = replace(pattern, bits=min(max(pattern.bits, least_bits(shape) + 1), 12))
     try:
@@ -336,9 +355,10 @@ class TrialSolve:
         return torch.randn(rows, columns, generator=self._random).to(self._device)
 
     def _gram(self, columns: int, pairs: bool) -> Gram:
-        """A Gram with a few strong directions, as inputs of real layers have."""
-        strong = self._draw(_STRONG, columns)
-        product = strong.T @ strong / _STRONG + torch.eye(columns, device=self._device)
+        """A Gram with a few strong directions, of which some are far stronger, as inputs of real layers have."""
+        decay = (_STRONG / torch.arange(1.0, _STRONG + 1)).sqrt().to(self._device)
+        strong = self._draw(_STRONG, columns) * decay[:, None]
+        product = strong.T @ strong / _STRONG + 0.1 * torch.eye(columns, device=self._device)
         product = product[None] if columns >= WIDE else product.double()[None]
         return Gram(product, product.clone() if pairs else None, product.clone() if pairs else None, count=columns)
 

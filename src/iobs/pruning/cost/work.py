@@ -7,10 +7,11 @@ The counts come from the recipe and from the sizes of the model and the data. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.decisions import candidates
@@ -21,18 +22,28 @@ from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import LEVELS, under_pattern
-from iobs.pruning.plan.curves import CURVE_TOKENS, EVALUATION_SHARE, recipe_of_curves, row_step, with_whole_curves
+from iobs.pruning.plan.curves import (
+    CURVE_TOKENS,
+    EVALUATION_SHARE,
+    LEAST_TRIAL,
+    TRIAL_SAMPLES,
+    recipe_of_curves,
+    row_step,
+    with_whole_curves,
+)
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
+from iobs.pruning.plan.unit_curves import LEVELS as UNIT_LEVELS
 from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
 from iobs.solvers.families import REFINEMENTS, SOLVERS
-from iobs.solvers.protocols import SolveCost, declared_cost
+from iobs.solvers.protocols import SolveCost, declared_cost, usual_cost
 
 # Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
 NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
+_LOSSES = 2  # the dense outputs, and the loss of a round
 _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one input runs
 _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
@@ -71,6 +82,7 @@ class Prices:
         update: of one weight in the update of an optimizer, besides the passes of the step.
         byte: of a byte of a block that is brought to the device; 0 if the model is there.
         of_curves: prices of the solves that measure damages of layers; None: as those of the run.
+        measured: of whole solves, by name of the layer; other layers are priced by their operations.
     """
 
     forward: float
@@ -82,6 +94,7 @@ class Prices:
     update: float = 0.0
     byte: float = 0.0
     of_curves: Prices | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,9 @@ class Work:
         whole: the whole model is in memory.
         fit: calibration samples, if there may be fine-tuning.
         ranks: number of processes that share the samples and the rows of layers.
+        sites: number of the sites whose units are chosen.
+        grouped: names of the layers whose columns are removed in groups.
+        batches: number of batches of the samples as they are given; 0: as many as steps.
     """
 
     layers: Sequence[Layer]
@@ -115,6 +131,9 @@ class Work:
     whole: bool = False
     fit: Samples | None = None
     ranks: int = 1
+    sites: int = 0
+    grouped: Collection[str] = ()
+    batches: int = 0
 
     @property
     def length(self) -> float:
@@ -170,8 +189,10 @@ def inputs_by_width(layers: Sequence[Layer], blocks: int) -> dict[str, LayerInpu
     return {layer.name: entry(layer) for layer in layers}
 
 
-def solver_cost(settings: LayerSettings, rows: int, columns: int) -> SolveCost:
-    """The declared cost of the solver and of the refinement of a layer, for a matrix."""
+def solver_cost(settings: LayerSettings, rows: int, columns: int, grouped: bool = False) -> SolveCost:
+    """The declared cost of the solver and the refinement of a layer, for a matrix; of groups of columns the usual."""
+    if grouped:
+        return usual_cost(rows, columns)
     solver, refine = (
         table[choice]() if isinstance(choice, str) and choice in table else choice
         for table, choice in ((SOLVERS, settings.solver), (REFINEMENTS, settings.refine))
@@ -193,6 +214,7 @@ class Solves:
         pairs: a dense model runs beside the pruned one.
         held_out: held-out samples have Grams of their own.
         ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
+        grouped: columns are removed in groups.
     """
 
     settings: LayerSettings
@@ -200,10 +222,11 @@ class Solves:
     pairs: bool = False
     held_out: bool = False
     ranks: int = 1
+    grouped: bool = False
 
     def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
         """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
-        cost = solver_cost(self.settings, max(1, round(rows)), columns)
+        cost = solver_cost(self.settings, max(1, round(rows)), columns, self.grouped)
         product, cube = 2.0 * rows * columns**2, columns**3 / 3
         in_gram = product * ((4 if self.pairs else 2) + (2 if self.held_out else 0))
         if self.pairs and self.held_out:
@@ -215,8 +238,12 @@ class Solves:
 
     def seconds(self, layer: Layer, readers: float = 1.0, rows: float | None = None) -> float:
         """Time of a layer, whose factorisations serve all readers of its input; `rows` of it alone."""
-        rows = layer.shape[0] / layer.groups if rows is None else rows
+        own = layer.shape[0] / layer.groups
+        rows = own if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
+        if layer.name in prices.measured:
+            seconds = prices.measured[layer.name] * layer.groups * rows / own
+            return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
         single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
         together = single * prices.solve + double * prices.double + loops * prices.loop
         seconds = prices.layer + layer.groups * together / readers
@@ -297,15 +324,17 @@ def _one_pass(workload: Work, prices: Prices) -> float:
     return prices.forward * workload.positions / workload.ranks
 
 
-def _passes_of_groups(workload: Work, prices: Prices) -> float:
+def _passes_of_groups(workload: Work, prices: Prices, in_steps: bool = False) -> float:
     """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
 
     Along a chain a group runs the rest of its own block, from the layers that were pruned last. Otherwise it runs half
-    of the whole model.
+    of the whole model. The batches are those of gradient steps (`in_steps`), or as they are given.
     """
     if not workload.blocks:
         return (1 + workload.groups / 2) * _one_pass(workload, prices)
     calls = workload.positions / workload.step / workload.ranks
+    if workload.batches and not in_steps:
+        calls = workload.batches
     return workload.groups * (_GROUP * _one_pass(workload, prices) / workload.blocks + _GROUP_CALL * calls)
 
 
@@ -329,8 +358,9 @@ def _layers(
     one_pass = _one_pass(workload, prices)
     shared = {
         "reading and writing": (streams + 1) * workload.model_bytes * prices.byte,
-        "forward passes": (streams + masks - 1) * _passes_of_groups(workload, prices)
-        + (0 if fit else streams) * one_pass,
+        "forward passes": (streams + masks - 1) * _passes_of_groups(workload, prices, fit is not None)
+        + (0 if fit else streams) * one_pass
+        + (_LOSSES * one_pass if workload.whole else 0),
     }
     if fit is not None:
         taken = fit.window * fit.steps + (fit.masks - 1) * fit.between
@@ -344,7 +374,9 @@ def _layers(
         settings = recipe.for_layer(layer.name)
         readers = workload.inputs.get(layer.name, LayerInput()).readers
         first, later = (
-            Solves(settings, prices, compares, workload.held_out > 0, workload.ranks).seconds(layer, readers)
+            Solves(
+                settings, prices, compares, workload.held_out > 0, workload.ranks, layer.name in workload.grouped
+            ).seconds(layer, readers)
             for compares in (pairs, False)
         )
         products = (2 * streams - 1) + masks - 1
@@ -357,6 +389,8 @@ def _layers(
 
 def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
     """The prices of rows, from one backward pass, the damage curves of all layers, and the search."""
+    if isinstance(pattern, Structured):
+        return _unit_curves(workload, prices, recipe, pattern)
     solves, single = 0.0, 0.0
     allocation = under_pattern(recipe.division, pattern)
     if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
@@ -380,8 +414,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         pieces["allocation"] += solves + grams + passes
     mean = pieces["allocation"] / len(workload.layers)
     parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
-    share = EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out
-    judges = min(PROBE, PROBE_TOKENS / workload.length, share * workload.samples)
+    judges = min(PROBE, PROBE_TOKENS / workload.length, _judges(workload))
     searched = allocation.criterion == "search" or (
         allocation.criterion == "auto"
         and workload.whole
@@ -394,6 +427,29 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         search = "moves of weights between layers"
         parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
     return parts
+
+
+def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Structured) -> list[Part]:
+    """The prices of rows, and the damage of every width of all sites: one removal of all units, and a few trials."""
+    if pattern.whole or recipe.division.criterion == "uniform" or not workload.sites:
+        return []
+    share = min(1.0, CURVE_TOKENS / workload.positions)
+    levels = len(UNIT_LEVELS)
+    trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
+    judges = min(trials, PROBE, _judges(workload)) if workload.length == 1 and trials >= LEAST_TRIAL else 0
+    probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
+    seconds = prices.forward * workload.length * (_FISHER_PASSES * probe + judges * (workload.sites * levels + 1))
+    seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
+    for layer in workload.layers:
+        seconds += _gram_seconds(workload, prices, layer, 1, share * workload.positions)
+        seconds += 2 * Solves(recipe.for_layer(layer.name), prices, grouped=True).seconds(layer)  # no unit is left
+    mean = seconds / workload.sites
+    return [Part("effects of widths", workload.sites, mean, once=True, phases={"allocation": mean})]
+
+
+def _judges(workload: Work) -> float:
+    """The number of samples that no layer is solved for."""
+    return (EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out) * workload.samples
 
 
 def _block_rates(workload: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:

@@ -50,7 +50,7 @@ EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, 
 TRIAL_SAMPLES = 6000  # of the trials of all layers together; a pass of each through the whole model
 _NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for a layer: others have uneven zeros
 _LEAST_SHARE = 1e-12  # of the energy, below which a damage is rounding
-_LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
+LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
 
 
@@ -128,7 +128,7 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
 
     None if they are too few to say anything, if the model gives an output at every position, or is not in memory.
     """
-    if samples < _LEAST_TRIAL or not workspace.store.whole or workspace.by_position:
+    if samples < LEAST_TRIAL or not workspace.store.whole or workspace.by_position:
         return Samples()
     return answered(workspace.store.model, judges_of(workspace).first(min(samples, PROBE)))
 

@@ -25,7 +25,7 @@ from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve
 from iobs.solvers.grouped.system import kept_groups
 
-_TIMINGS, TYPICAL_TIMINGS = 4, 2  # most and usual measurements of the whole network in an allocation by time
+TIMINGS = 4  # most measurements of the whole network in an allocation by time
 _CLOSE = 1.01  # measured times differ by this factor from run to run
 
 
@@ -195,7 +195,7 @@ def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dic
     if not can_copy(model):
         return found
     fastest: tuple[float, dict[str, int]] | None = None
-    for _ in range(_TIMINGS):
+    for _ in range(TIMINGS):
         with _without_added(workspace):
             narrow = narrowed(model, timed.sites, found)
             before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime, samples=pattern.batch)

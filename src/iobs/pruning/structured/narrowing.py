@@ -28,7 +28,7 @@ from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import Layer, find_layers, joined
 from iobs.pruning.network.modes import keeping_buffers
 from iobs.pruning.network.selection import Selection, matching, other_weights
-from iobs.pruning.plan.widths import TYPICAL_TIMINGS
+from iobs.pruning.plan.widths import TIMINGS
 from iobs.pruning.report import LayerRecord, Report
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
@@ -340,7 +340,7 @@ class SiteRemoval:
             }
             calls = self.model, self.data[0]
             seconds += seconds_of_measuring(*calls, widths, pattern.runtime, pattern.batch)
-            seconds += TYPICAL_TIMINGS * seconds_of_shares(*calls, pattern.runtime, pattern.batch)
+            seconds += TIMINGS * seconds_of_shares(*calls, pattern.runtime, pattern.batch)
         return seconds
 
     def _solving(self) -> Request:
