@@ -437,7 +437,7 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     levels = len(UNIT_LEVELS)
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
     judges = min(trials, PROBE, _judges(workload)) if workload.length == 1 and trials >= LEAST_TRIAL else 0
-    probe = min(PROBE, PROBE_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
+    probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
     seconds = prices.forward * workload.length * (_FISHER_PASSES * probe + judges * (workload.sites * levels + 1))
     seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
     for layer in workload.layers:
