@@ -45,27 +45,29 @@ for line in sys.argv[1:]:
         assert end.code == 2, line
 print("torch" in sys.modules, "numpy" in sys.modules)
 """
-WRONG_PATHS = (
-    *("prune ./none -o out", "prune none.py:f -o out", "prune --data none.txt -o out"),
-    *("prune --eval-data none -o out", "prune --recipe none.yaml -o out", "evaluate ./none", "compare --data none"),
-    *("inspect none", "pack none", "export ./none --to gguf", "run ./none text", "bench ./none", "solve none.csv"),
-    *("predict none.json none.csv", "evaluate --questions none.jsonl", "bench . --beside ./none"),
-)
-OUTPUTS = (  # `full` is a folder with a file in it, and `full/none` does not exist
-    *("prune -o full", "prune -o full --overwrite", "prune", "demo -o full", "pack full -o full/", "compare -o full"),
-    *(
-        "pack full -o full/ --unpack",
-        "export full --to gguf -o full/",
-        "export full --to zip",
-        "compare --methods none",
-    ),
-    *("solve full/t.csv -o full/none/m.json", "predict full/t.csv full/t.csv -o full/none/p.csv"),
-    *("bench full --plot full/none/p.svg", "evaluate --shots 3"),
-)
+WRONG_PATHS = """
+prune ./none -o out; prune none.py:f -o out; prune --data none.txt -o out; prune --eval-data none -o out
+prune --recipe none.yaml -o out; prune --recipe none -o out; evaluate ./none; compare --data none; inspect none
+pack none; export ./none --to gguf; run ./none text; bench ./none; solve none.csv; predict none.json none.csv
+evaluate --questions none.jsonl
+"""
+# `full` holds files, `empty` none, and `full/none` does not exist.
+OUTPUTS = """
+prune -o full; prune -o full --overwrite; prune; demo -o full; pack full -o full/; pack full -o full/ --unpack
+compare -o full; compare --methods none; export full --to gguf -o full/; export full --to zip
+solve full/t.csv -o full/none/m.json; predict full/t.csv full/t.csv -o full/none/p.csv
+bench full --plot full/none/p.svg; bench full --beside ./none; bench full --precision dense
+evaluate --shots 3; evaluate --dtype f8; run full text --precision f8; inspect empty; evaluate empty; pack empty
+"""
+
+
+def commands(text):
+    """The command lines of a text."""
+    return [line.strip() for line in text.strip().replace("\n", ";").split(";")]
 
 
 def test_wrong_paths_are_answered_before_torch_is_imported():
-    found = run(REFUSALS, *WRONG_PATHS)
+    found = run(REFUSALS, *commands(WRONG_PATHS))
     assert found.stdout.strip() == "False False", found.stdout + found.stderr
     assert found.stderr.count("none") == found.stderr.count("Error: ") + 1, found.stderr  # one of them is named twice
 
@@ -73,7 +75,9 @@ def test_wrong_paths_are_answered_before_torch_is_imported():
 def test_outputs_that_cannot_be_written_are_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "t.csv").write_text("a,y\n1,2\n")
-    (tmp_path / "full" / "comparison.json").write_text("{}")
-    found = run(REFUSALS, *OUTPUTS, folder=tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("comparison.json", "config.json", "model.safetensors"):
+        (tmp_path / "full" / name).write_text("{}")
+    found = run(REFUSALS, *commands(OUTPUTS), folder=tmp_path)
     assert found.stdout.strip() == "False False", found.stdout + found.stderr
     assert "Traceback" not in found.stderr

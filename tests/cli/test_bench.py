@@ -237,5 +237,6 @@ def test_forms_are_measured_one_after_another_if_memory_does_not_hold_all(free, 
 
 def test_figure_that_cannot_be_written_is_refused_before_any_work(run, tmp_path, monkeypatch):
     monkeypatch.setattr(benching, "measure_forms", lambda *_: pytest.fail("the work began"))
+    (tmp_path / "config.json").touch()
     figure = tmp_path / "missing" / "speed.svg"
     assert f"Cannot write {figure}" in one_error(run("bench", tmp_path, "--plot", figure, code=2))

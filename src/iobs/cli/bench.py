@@ -65,11 +65,10 @@ def bench(
     from iobs.cli.benching import Workload, measure_forms
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.loading import checked_precision
-    from iobs.inference.choices import PRECISIONS
     from iobs.report.comparisons import running_figure, running_line, running_notes, running_table
 
-    checked = checked_precision(precision, model, PRECISIONS)
-    fewest_bits = next(name for name in PRECISIONS if name == checked)
+    checked = checked_precision(precision, model)
+    fewest_bits = next(name for name in options.PRECISIONS if name == checked)
     workload = Workload(model, tokens, prompt, sizes, fewest_bits, threads, trust_remote_code)
     if beside is not None:
         _show_beside(workload, beside, runtime, talk.as_json)

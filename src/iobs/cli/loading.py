@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import typer
 from torch import nn
@@ -64,17 +62,15 @@ def load_to_run(
     )
 
 
-def checked_precision(precision: str | None, spec: str, choices: Sequence[str]) -> str:
+def checked_precision(precision: str | None, spec: str) -> str:
     """The value of --precision, by default int8.
 
     Raises:
-        typer.BadParameter: the value is unknown, or the model is a packed file that is ready to run.
+        typer.BadParameter: the model is a packed file that is ready to run.
     """
-    hint = "--precision"
-    if precision is not None and precision not in choices:
-        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(choices)}", param_hint=hint)
     if precision is not None and is_ready_to_run(spec):
-        raise typer.BadParameter(f"{spec} is packed ready to run, and keeps its own precision", param_hint=hint)
+        reason = f"{spec} is packed ready to run, and keeps its own precision"
+        raise typer.BadParameter(reason, param_hint="--precision")
     return precision or "int8"
 
 

@@ -79,9 +79,21 @@ def checked(require: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 existing_model = checked(require_model)
 existing_data = checked(lambda specs: require_data(specs, CORPORA))
-existing_recipe = checked(require_recipe)
+existing_recipe = checked(lambda name: require_recipe(name, RECIPES))
 existing_table = checked(require_table)
 written_directory = checked(require_written)
+
+
+def one_of(words: Sequence[str]) -> Callable[[str | None], str | None]:
+    """A callback that refuses a value that is none of some words, before anything is imported."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in words:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(words)}")
+        return value
+
+    return check
+
 
 # An entry of a section of a docstring: a name, perhaps a metavar in brackets, and the text up to the next entry.
 _ENTRY = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.+(?:\n      .+)*)", re.MULTILINE)
@@ -194,7 +206,8 @@ DataSources = Annotated[list[str] | None, typer.Option(autocompletion=complete(C
 Recipe = Annotated[str | None, typer.Option(autocompletion=complete(RECIPES), callback=existing_recipe)]
 EvaluationData = Annotated[list[str] | None, typer.Option(callback=existing_data)]
 Output = Annotated[Path | None, typer.Option("--output", "-o")]
-Precision = Annotated[str | None, typer.Option(show_default="int8")]
+Precision = Annotated[str | None, typer.Option(show_default="int8", callback=one_of(PRECISIONS))]
+PrecisionOrDense = Annotated[str | None, typer.Option(show_default="int8", callback=one_of((*PRECISIONS, "dense")))]
 Model = Annotated[
     str | None,
     typer.Argument(
@@ -262,7 +275,7 @@ class Loading:
     """
 
     panel: ClassVar = "Machine and files"
-    dtype: Annotated[str | None, completed(DTYPES)] = None
+    dtype: Annotated[str | None, typer.Option(autocompletion=complete(DTYPES), callback=one_of(DTYPES))] = None
     device: Annotated[str | None, completed(DEVICES)] = None
     allow_pickle: bool = False
     trust_remote_code: bool = False

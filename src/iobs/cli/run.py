@@ -17,7 +17,7 @@ def run(
     prompt: Annotated[str, typer.Argument(metavar="TEXT")],
     *,
     tokens: options.Positive = 64,
-    precision: options.Precision = None,
+    precision: options.PrecisionOrDense = None,
     threads: options.OptionalPositive = None,
     loading: options.LoadingOnCPU,
     talk: options.Talk,
@@ -43,11 +43,10 @@ def run(
     from iobs.cli.loading import checked_precision, load_to_run, use_threads
     from iobs.errors import ModelError
     from iobs.inference import accelerate
-    from iobs.inference.choices import PRECISIONS
     from iobs.inference.decoder import generated
     from iobs.inference.storing import precision_of
 
-    precision = checked_precision(precision, model, (*PRECISIONS, "dense"))
+    precision = checked_precision(precision, model)
     loading.require_cpu("stored matrices compute on the CPU only")
     if threads is not None:
         torch.set_num_threads(threads)

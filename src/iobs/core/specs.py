@@ -12,6 +12,8 @@ from pathlib import Path
 from iobs.core.files import expanded
 from iobs.errors import DataError, ModelError, ProblemError
 
+CONFIG_NAME = "iobs.json"  # of a directory with a network that code builds
+_WEIGHTS = (".safetensors", ".packed")
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
 
 
@@ -47,7 +49,7 @@ def require_model(spec: str) -> None:
         spec: a directory, a Hugging Face name, `timm:NAME` or `FILE.py:function`.
 
     Raises:
-        ModelError: it is empty, a file that is no model, or a path that does not exist.
+        ModelError: it is empty, a file that is no model, a path that does not exist, or a directory without a model.
     """
     if not spec:  # it would be the current folder
         raise ModelError("The name of the model is an empty text; a variable of the shell may be unset.")
@@ -59,6 +61,9 @@ def require_model(spec: str) -> None:
             raise ModelError(f"{spec} is a file; give the directory that holds it, or FILE.py:function.")
         if not path.is_dir() and _reads_like_a_path(spec):
             raise ModelError(f"{spec} does not exist; give a model directory, a Hugging Face name or FILE.py:function.")
+        described = [path / name for name in ("config.json", CONFIG_NAME)]
+        if path.is_dir() and not any(map(Path.is_file, described)) and not any(path.glob("*.packed")):
+            raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model directory.")
 
 
 def _reads_like_a_path(text: str) -> bool:
@@ -90,14 +95,14 @@ def require_data(specs: Sequence[str], corpora: Collection[str]) -> None:
                 )
 
 
-def require_recipe(name: str) -> None:
-    """Check that a recipe that is named by its file exists; other names pass.
+def require_recipe(name: str, names: Collection[str]) -> None:
+    """Check that a recipe exists: one of `names`, or a .yaml file.
 
     Raises:
         ProblemError: it does not.
     """
-    if name.endswith((".yaml", ".yml")) and not expanded(name).is_file():
-        raise ProblemError(f"There is no recipe {name}; give a .yaml file, or the name of a recipe.")
+    if name not in names and not (name.endswith((".yaml", ".yml")) and expanded(name).is_file()):
+        raise ProblemError(f"There is no recipe {name}; give {', '.join(names)}, or a .yaml file.")
 
 
 def require_table(file: Path) -> None:
@@ -121,10 +126,12 @@ def require_questions(file: Path) -> None:
 
 
 def require_written(directory: Path) -> None:
-    """Check that the directory of a pruned model exists.
+    """Check that the directory of a pruned model exists, and holds weights.
 
     Raises:
         ModelError: it does not.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory; give the one that iobs prune wrote.")
+    if not any(any(place.glob(f"*{end}")) for place in (directory, directory / "model") for end in _WEIGHTS):
+        raise ModelError(f"{directory} holds no .safetensors file; give the directory that iobs prune wrote.")

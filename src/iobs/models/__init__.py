@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from iobs.core.files import expanded
-from iobs.core.specs import is_function_spec, require_model
+from iobs.core.specs import CONFIG_NAME, is_function_spec, require_model
 from iobs.models import factory
 from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
 from iobs.models.output import output_directory
@@ -62,7 +62,7 @@ def load(
     if is_function_spec(text):
         return _moved(factory.load_from_function(text), dtype, place)
     path = expanded(text)
-    if path.is_dir() and (path / factory.CONFIG_NAME).is_file():
+    if path.is_dir() and (path / CONFIG_NAME).is_file():
         loaded = factory.load_directory(path, trust_remote_code)
         if dtype is None and torch.device(device).type == "cpu":
             widen(loaded.module)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from iobs.core.files import expanded, is_packed_file, packed_hint
-from iobs.core.specs import file_and_function, file_of, is_function_spec
+from iobs.core.specs import CONFIG_NAME, file_and_function, file_of, is_function_spec
 from iobs.errors import ModelError
 from iobs.models.loaded import LoadedModel, Task
 from iobs.models.packed_files import fill_from_files
@@ -32,7 +32,6 @@ from iobs.models.weights import read_weights, write_weights
 from iobs.pruning.network.layers import joined
 from iobs.pruning.structure.removal import CONFIG, set_number
 
-CONFIG_NAME = "iobs.json"
 WEIGHTS_NAME = "model.safetensors"
 _WIDTHS = "widths"  # key of the configuration: what differs from the network that the code builds
 Value = TypeVar("Value")

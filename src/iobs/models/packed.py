@@ -20,10 +20,11 @@ from torch import nn
 
 from iobs.core.files import expanded, is_packed_file, weight_files
 from iobs.core.outputs import check_output
+from iobs.core.specs import CONFIG_NAME
 from iobs.errors import ModelError, ProblemError
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.inference.storing import fewest_bits
-from iobs.models.factory import CONFIG_NAME, WEIGHTS_NAME, build_directory
+from iobs.models.factory import WEIGHTS_NAME, build_directory
 from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import copy_companions, output_directory
 from iobs.models.packed_files import SUFFIX, files_with_codes, fill_from_files, pack_directory, scratch_beside
