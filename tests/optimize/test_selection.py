@@ -59,6 +59,13 @@ def test_samples_of_one_group_are_in_one_fold(estimator, cv, count, rng):
     assert [entry["score"] for entry in grouped.path_] == [entry["score"] for entry in given.path_]
 
 
+@pytest.mark.parametrize("people", [np.arange(60) % 3, np.array([None, *range(59)], dtype=object)])
+def test_groups_that_make_no_folds_are_refused(people, rng):
+    X = rng.standard_normal((60, 2))
+    with pytest.raises(ProblemError, match="cannot be divided into folds"):
+        SparseRegressor("cv").fit(X, X[:, 0], sample_groups=people)
+
+
 @pytest.mark.parametrize("loss", ["gamma", "tweedie", "negative_binomial", partial(Tweedie, power=1.2)])
 @pytest.mark.parametrize("k", ["bic", "cv"])
 def test_families_choose_the_drawn_columns(loss, k):

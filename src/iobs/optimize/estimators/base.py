@@ -16,7 +16,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import Tags
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from iobs.errors import ProblemError, is_a, shown
+from iobs.errors import ProblemError, first_line, is_a, shown
 from iobs.optimize.estimators.plots import path_figure
 from iobs.optimize.estimators.selector import ColumnSelector
 from iobs.optimize.estimators.summary import Row, Summary
@@ -457,7 +457,11 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
         return [int(self.k)]
 
     def _splits(self, data: Observations, sample_groups: npt.ArrayLike | None) -> Iterator[tuple[Indices, Indices]]:
-        """The training and the held-out samples of every fold."""
+        """The training and the held-out samples of every fold.
+
+        Raises:
+            ProblemError: the samples, their classes or their groups are too few for the folds.
+        """
         from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, check_cv
 
         strata = self._strata(data)
@@ -466,7 +470,10 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
             folds = (GroupKFold if strata is None else StratifiedGroupKFold)(folds.get_n_splits())
         if self.k == "cv-1se" and folds.get_n_splits(data.X, data.y, sample_groups) < 2:
             raise ProblemError('k="cv-1se" needs at least two folds for a standard error; raise cv, or give k="cv".')
-        return iter(folds.split(data.X, data.y if strata is None else strata, sample_groups))
+        try:
+            return iter([*folds.split(data.X, data.y if strata is None else strata, sample_groups)])
+        except (TypeError, ValueError) as error:  # such as fewer groups than folds
+            raise ProblemError(f"The samples cannot be divided into folds: {first_line(error)}") from error
 
     def _cross_validate(
         self, data: Observations, sizes: list[int], splits: Iterator[tuple[Indices, Indices]], bounds: Bounds | None
