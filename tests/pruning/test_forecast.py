@@ -20,6 +20,7 @@ from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit, LayerSettings
 from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions
 
@@ -203,6 +204,14 @@ def test_batches_are_counted_as_they_are_given():
     passes, more = ([one.phases["forward passes"] for one in both] for both in (forecasts, in_steps))
     assert passes[0] < more[0]  # 20 steps of 50 positions
     assert passes[1] == more[1]
+
+
+def test_gradient_steps_of_a_small_network_have_a_time_of_their_own():
+    every, finetune = layers(1, 8, 8), iobs.FineTune(lr=0.1, steps=100)
+    work = cost.Work(every, 8, 8, 0.0, 0, 8.0, {}, fit=Samples.of([torch.randn(8, 4)]))
+    decided = Decisions(iobs.Rounds(), finetune)
+    phases = cost.forecast(work, cost.Prices(0.0, 0.0, 0.0, 0.0), iobs.Recipe(), decided).phases
+    assert phases["fine-tuning"] == pytest.approx(100 * cost._STEP_CALL)
 
 
 @pytest.mark.parametrize("solver", [*iobs.solvers.SOLVERS])

@@ -33,7 +33,7 @@ from iobs.pruning.plan.curves import (
 )
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.unit_curves import LEVELS as UNIT_LEVELS
-from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
+from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
@@ -48,6 +48,7 @@ _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one in
 _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
 _GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
+_STEP_CALL = 0.0035  # seconds of a gradient step of the whole network besides its passes: samples, copies, update
 _UNFOLDED = 250  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
 _DAY = 24 * 3600  # seconds of solves that deserve a warning
 _MASTER_BYTES = 19  # of a weight in a step of the whole network: masters and masks, there and back
@@ -485,16 +486,20 @@ def _fine_tuning(workload: Work, prices: Prices, decided: Decisions, rounds: int
     """The trials of learning rates, the steps between rounds, and the fine-tuning after the last round."""
     if workload.fit is None:
         return []
-    fit, sample, parts = workload.fit, STEP_PASSES * prices.forward * workload.length, []
+    fit, parts = workload.fit, []
+
+    def seconds(step: FineTune) -> float:
+        return STEP_PASSES * prices.forward * workload.length * samples_of_step(step, fit) + _STEP_CALL
+
     between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
     tuned = [step for step in (after, between) if step is not None and step.lr == "auto"]
     if tuned:
         longest = max(tuned, key=most_trial_steps)
-        parts.append(Part("trial", most_trial_steps(longest), sample * samples_of_step(longest, fit), once=True))
+        parts.append(Part("trial", most_trial_steps(longest), seconds(longest), once=True))
     if between is not None:  # growing sparsity takes no steps after the first projection, which it undoes
         runs = rounds - (2 if decided.rounds.schedule == "cubic" else 1)
-        parts.append(Part("steps", runs * between.steps, sample * samples_of_step(between, fit)))
+        parts.append(Part("steps", runs * between.steps, seconds(between)))
     if after is not None:
         steps = sum(step.steps for step in candidates(decided))
-        parts.append(Part("fine-tuning", steps, sample * samples_of_step(after, fit)))
+        parts.append(Part("fine-tuning", steps, seconds(after)))
     return parts
