@@ -210,7 +210,7 @@ def test_gradient_steps_of_a_small_network_have_a_time_of_their_own():
     every, finetune = layers(1, 8, 8), iobs.FineTune(lr=0.1, steps=100)
     work = cost.Work(every, 8, 8, 0.0, 0, 8.0, {}, fit=Samples.of([torch.randn(8, 4)]))
     decided = Decisions(iobs.Rounds(), finetune)
-    phases = cost.forecast(work, cost.Prices(0.0, 0.0, 0.0, 0.0), iobs.Recipe(), decided).phases
+    phases = cost.forecast(work, cost.Prices(0.0, 0.0, 1e-9, 2e-9), iobs.Recipe(), decided).phases
     assert phases["fine-tuning"] == pytest.approx(100 * cost._STEP_CALL)
 
 
