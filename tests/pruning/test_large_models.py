@@ -18,7 +18,7 @@ from iobs.pruning.calibration import row_fisher as row_fisher_module
 from iobs.pruning.calibration.row_fisher import row_fisher
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import find_layers
-from iobs.pruning.plan.unit_curves import Curves
+from iobs.pruning.plan.widths import Curves
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure import expected, trace

@@ -13,7 +13,7 @@ from iobs.core.modes import full_precision
 from iobs.data import PairSource
 from iobs.errors import DataError, ModelError
 from iobs.models import LoadedModel
-from iobs.pruning.calibration.embeddings import embedded
+from iobs.pruning.calibration.losses import embedded
 from iobs.pruning.samples.subsets import Samples
 
 

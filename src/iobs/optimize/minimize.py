@@ -16,8 +16,7 @@ import numpy as np
 from iobs.errors import NonFiniteError, ProblemError, is_a
 from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.methods.base import Method, State
-from iobs.optimize.methods.best_known import BestKnown
-from iobs.optimize.methods.exact import Exact
+from iobs.optimize.methods.best_known import BestKnown, Exact
 from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads

@@ -24,9 +24,8 @@ from torch import Tensor
 from iobs.core.patterns import Pattern, Rate
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines import audit_network, project_network
-from iobs.pruning.calibration.embeddings import embedded, similarity
 from iobs.pruning.calibration.gram import by_magnitude
-from iobs.pruning.calibration.losses import metric
+from iobs.pruning.calibration.losses import embedded, metric, similarity
 from iobs.pruning.calibration.sweep import Group, Moments, Sweep
 from iobs.pruning.cost.affordable import with_affordable_steps
 from iobs.pruning.cost.prices import measure
@@ -36,11 +35,10 @@ from iobs.pruning.decisions import candidates, decide_growth, decide_rates, deci
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.enough import too_few
 from iobs.pruning.layerwise.grids import is_rounded
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
-from iobs.pruning.layerwise.projection import Projection
+from iobs.pruning.layerwise.projection import Projection, too_few
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm

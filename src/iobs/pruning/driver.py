@@ -154,7 +154,7 @@ def prune(
         with ProgressBar.shown(progress and current().first) as bar:
             every_callback = Callbacks([*listeners, *bar] if current().first else [])
             if isinstance(parsed, Budget) and isinstance(request.pattern, Rate):
-                weights = sum(layer.weights for layer, own in request.patterns.items() if own is request.pattern)
+                weights = sum(layer.weights for layer in request.sharing)
                 every_callback.on_note(f"{parsed}: {request.pattern.bits:.3f} bits for each of {weights:,} weights.")
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):

@@ -15,7 +15,7 @@ from iobs.pruning.audit import audit_layers
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.observe import multiplied_as_they_are, observe, require_repeatable
-from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.calibration.replay import Residency
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, overlapping
 from iobs.pruning.network.modes import keeping_buffers, put, state, structure_kept_on_failure

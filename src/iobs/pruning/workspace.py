@@ -77,19 +77,24 @@ class Request:
     added: tuple[str, ...] = ()
     within: float | None = None
 
+    @property
+    def sharing(self) -> tuple[Layer, ...]:
+        """The layers that have the pattern of the run, none of their own by a rule."""
+        return tuple(layer for layer, pattern in self.patterns.items() if pattern is self.pattern)
+
     def facts(self) -> JsonObject:
         """The request in plain types, for the report."""
         recipe = describe_part(self.recipe)
-        asked = {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
-        return asked if self.within is None else {**asked, "within": self.within}
+        facts = {"pattern": str(self.pattern), "holdout": self.holdout, "seed": self.seed, "recipe": recipe}
+        return facts if self.within is None else {**facts, "within": self.within}
 
     def identity(self) -> JsonObject:
         """The request as part of a checkpoint's identity: one entry per setting, so that errors name it."""
         pattern = plain(self.pattern, False, fingerprint)  # the text of a pattern would be rounded
-        asked = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
+        facts = {"pattern": pattern, "holdout": self.holdout, "seed": self.seed}
         # A resumed run keeps its form of the recipe, whatever time is given then.
-        asked |= {} if self.within is None else {"time for the run": "limited"}
-        return {**describe_part(self.recipe, fingerprint), **asked}
+        facts |= {} if self.within is None else {"time for the run": "limited"}
+        return {**describe_part(self.recipe, fingerprint), **facts}
 
 
 @dataclass(frozen=True)
@@ -480,9 +485,9 @@ def checkpoint_of(
 
     def identity() -> JsonObject:
         layers = [layer.name for layer in selection.layers]
-        asked = {**request.identity(), "layers": layers, "arithmetic": str(store.arithmetic)}
-        asked |= {"device": store.device.type, "ranks": current().size}
-        asked |= {"frozen parameters": sorted(frozen)} if frozen else {}
-        return identity_of(asked, store.state(), fit.batches, heldout.batches)
+        settings = {**request.identity(), "layers": layers, "arithmetic": str(store.arithmetic)}
+        settings |= {"device": store.device.type, "ranks": current().size}
+        settings |= {"frozen parameters": sorted(frozen)} if frozen else {}
+        return identity_of(settings, store.state(), fit.batches, heldout.batches)
 
     return open_checkpoint(request.checkpoint, identity)

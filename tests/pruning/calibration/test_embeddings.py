@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import iobs
-from iobs.pruning.calibration.embeddings import similarity
+from iobs.pruning.calibration.losses import similarity
 
 
 def test_report_of_an_encoder_has_cosine_and_rank_correlation_to_the_dense_embeddings():

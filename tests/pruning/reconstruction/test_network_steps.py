@@ -11,8 +11,7 @@ from families import LANGUAGE_MODELS, language_batches
 import iobs
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
-from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
 from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, scaled_gradients
 from iobs.pruning.descent.masters import Masters
 from iobs.pruning.descent.optimizers import Factored

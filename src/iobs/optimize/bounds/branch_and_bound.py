@@ -118,16 +118,18 @@ def certify(
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if general:
         return certify_convex(problem, bounds, fit, limits, on_progress)
-    known: Certificate | None = None
+    proved: Certificate | None = None
     try:
         for certificate in _proofs(problem, fit, limits, on_progress):
-            known = certificate
+            proved = certificate
     except KeyboardInterrupt:
-        known = unproved(problem, None, fit, limits, INTERRUPTED) if known is None else known
+        proved = unproved(problem, None, fit, limits, INTERRUPTED) if proved is None else proved
         start = problem.at_zero[0]
-        return summarised(known.lower, known.fit, start, limits, known.nodes, known.margin, INTERRUPTED, complete=False)
-    assert known is not None
-    return known
+        return summarised(
+            proved.lower, proved.fit, start, limits, proved.nodes, proved.margin, INTERRUPTED, complete=False
+        )
+    assert proved is not None
+    return proved
 
 
 def _proofs(
@@ -172,27 +174,27 @@ def _proofs(
 
 
 def _certify_relaxed(
-    problem: Problem, known: Certificate, limits: ProofLimits, share: float, on_progress: Progress | None
+    problem: Problem, before: Certificate, limits: ProofLimits, share: float, on_progress: Progress | None
 ) -> Certificate | None:
     """The certificate by the perspective relaxation; None where it does not apply: coefficients that nothing bounds.
 
     Args:
         problem: a quadratic.
-        known: what is proved already.
+        before: what is proved already.
         limits: when to stop.
         share: of the time limit for this search.
         on_progress: called every half a second.
     """
-    left = replace(limits, seconds=share * limits.seconds, max_nodes=limits.max_nodes - known.nodes)
+    rest = replace(limits, seconds=share * limits.seconds, max_nodes=limits.max_nodes - before.nodes)
     try:
-        found = certify_convex(problem, None, known.fit, left, on_progress)
+        relaxed = certify_convex(problem, None, before.fit, rest, on_progress)
     except ProblemError:
         return None
-    if found.lower - found.margin < known.lower - known.margin and not found.closed:
-        found = replace(known, fit=found.fit, upper=found.upper, reason=found.reason)
+    if relaxed.lower - relaxed.margin < before.lower - before.margin and not relaxed.closed:
+        relaxed = replace(before, fit=relaxed.fit, upper=relaxed.upper, reason=relaxed.reason)
     return summarised(
-        min(found.lower, found.upper), found.fit, problem.at_zero[0], limits, known.nodes + found.nodes, found.margin,
-        found.reason, complete=False,
+        min(relaxed.lower, relaxed.upper), relaxed.fit, problem.at_zero[0], limits, before.nodes + relaxed.nodes,
+        relaxed.margin, relaxed.reason, complete=False,
     )  # fmt: skip
 
 

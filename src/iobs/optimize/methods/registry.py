@@ -7,8 +7,7 @@ from collections.abc import Callable
 from iobs.optimize.curvature.kinds import DiagonalHessian, EmpiricalFisher, FullHessian, SampledHessian
 from iobs.optimize.methods import baselines, subproblem
 from iobs.optimize.methods.base import Method
-from iobs.optimize.methods.best_known import BestKnown
-from iobs.optimize.methods.exact import Exact
+from iobs.optimize.methods.best_known import BestKnown, Exact
 from iobs.optimize.methods.gradient import HardThresholding, StochasticIOBS
 from iobs.optimize.methods.sparse_newton import RegularisedNewton, SparseNewton
 

@@ -28,8 +28,7 @@ from iobs.errors import ProblemError, first_line, is_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped
-from iobs.pruning.calibration.replay import BEFORE, Stream
-from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
 from iobs.pruning.network.calls import Args, Kwargs, after_calls, first_argument
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks

@@ -45,7 +45,7 @@ class Foresight:
     data: Sequence[Batch]
     fit: Samples
     chain: list[Block]
-    work: Work
+    workload: Work
     prices: Prices
 
     @classmethod
@@ -55,8 +55,8 @@ class Foresight:
             chain = store.chain(data, tuple(request.patterns))
             fit, heldout = split(Samples.of([*data]), request.holdout, request.seed)
             every = Samples.of(fit.batches + heldout.batches)
-            work, prices = measure(store, request, chain, every, heldout.samples / every.samples, fit)
-        return cls(store, request, data, fit, chain, work, prices)
+            workload, prices = measure(store, request, chain, every, heldout.samples / every.samples, fit)
+        return cls(store, request, data, fit, chain, workload, prices)
 
     def forecast(self, recipe: Recipe, grown: bool = False) -> Forecast:
         """The work of a run and its time.
@@ -86,14 +86,14 @@ class Foresight:
                 sampled = decided.blocks.sampled if decided.blocks is not None else 0
                 copies = copies_to_sample(model, self.fit) if sampled == "auto" else sampled
         more = copies * self.fit.samples
-        share = 1 + more / self.work.samples
-        work = replace(
-            self.work,
-            samples=self.work.samples + more,
-            positions=round(self.work.positions * share),
-            held_out=self.work.held_out / share,
+        share = 1 + more / self.workload.samples
+        workload = replace(
+            self.workload,
+            samples=self.workload.samples + more,
+            positions=round(self.workload.positions * share),
+            held_out=self.workload.held_out / share,
         )
-        return forecast(work, self.prices, recipe, decided, self.request.pattern, more + windows)
+        return forecast(workload, self.prices, recipe, decided, self.request.pattern, more + windows)
 
     def within(self, seconds: float) -> tuple[int, str]:
         """The number of the recipe's first form (see `forms`) that ends in time, and a note on it; equal on all ranks.

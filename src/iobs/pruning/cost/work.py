@@ -32,7 +32,7 @@ from iobs.pruning.plan.curves import (
     with_whole_curves,
 )
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
-from iobs.pruning.plan.unit_curves import LEVELS as UNIT_LEVELS
+from iobs.pruning.plan.widths import LEVELS as UNIT_LEVELS
 from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from iobs.errors import ProblemError
 from iobs.pruning.calibration.losses import divergence, relative_distance
-from iobs.pruning.calibration.replay import Stream
-from iobs.pruning.calibration.residency import Residency
+from iobs.pruning.calibration.replay import Residency, Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.descent.masters import Masters
 from iobs.pruning.recipe import LossFunction

@@ -11,6 +11,7 @@ The way of one layer:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -342,3 +343,32 @@ class _Solved:
         solved.numbers[2] = max(solution.stats["drift_damping"] for solution in solutions)
         solved.numbers[3] = seconds
         return solved
+
+
+# ---- the check that calibration data are enough for the layers that are fitted to them
+_LEAST = 2  # inputs for each column of a layer, below which its fit is mostly to the noise of the data
+_ENOUGH = 8  # inputs for each column with which it generalises
+
+
+def too_few(layers: Sequence[LayerRecord], samples: int) -> str:
+    """A sentence if layers saw too few inputs for their columns, with the number of samples that would do.
+
+    Args:
+        layers: records of a projection.
+        samples: number of the samples that the layers were fitted to.
+
+    Returns:
+        The sentence; "" if the data are enough.
+    """
+    fitted = [layer for layer in layers if layer.inputs and "rule" not in layer.stats and "tokens" not in layer.stats]
+    short = [layer for layer in fitted if layer.inputs < _LEAST * layer.shape[1]]
+    if not short:
+        return ""
+    worst = max(short, key=lambda layer: layer.shape[1] / layer.inputs)
+    factor = _ENOUGH * worst.shape[1] / worst.inputs
+    others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+    return (
+        f"Few calibration data: layer {worst.name}{others} saw {worst.inputs:,} inputs for {worst.shape[1]:,} columns, "
+        f"and may fail on unseen data. {math.ceil(factor * samples):,} samples in place of {samples:,} would "
+        f"give {_ENOUGH} inputs for each column."
+    )

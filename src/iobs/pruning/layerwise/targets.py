@@ -21,35 +21,30 @@ class Target:
     Attributes:
         teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`
             is True if the model still has its dense weights.
-        weights: (store, layer) -> T, (rows, columns); None: the layer's current weights.
-        biases: (store, name) -> the bias that belongs to T, by parameter name, (rows,); None: the current bias.
+        dense: True if T and the bias that belongs to it are those of the dense model, otherwise the layer's current ones.
         drift: True if E is the drift of the residual, otherwise E = 0.
     """
 
     teacher: Callable[[Scoring, bool], nn.Module | None]
-    weights: Callable[[Store, Layer], Tensor | None]
-    biases: Callable[[Store, str], Tensor | None] = lambda store, name: None
+    dense: bool = False
     drift: bool = False
+
+    def weights(self, store: Store, layer: Layer) -> Tensor | None:
+        """T, (rows, columns); None: the layer's current weights."""
+        return store.dense(layer) if self.dense else None
+
+    def biases(self, store: Store, name: str) -> Tensor | None:
+        """The bias that belongs to T, by parameter name, (rows,); None: the current bias."""
+        return store.dense_tensor(name) if self.dense else None
 
 
 TARGETS: dict[str, Target] = {
     # The layer's current weights on its own input, as in the paper.
-    "layer": Target(lambda scoring, dense: None, lambda store, layer: None),
+    "layer": Target(lambda scoring, dense: None),
     # The dense model's output on inputs that have not drifted.
-    "dense": Target(
-        lambda scoring, dense: scoring.reference,
-        lambda store, layer: store.dense(layer),
-        lambda store, name: store.dense_tensor(name),
-    ),
+    "dense": Target(lambda scoring, dense: scoring.reference, dense=True),
     # The same; a layer that adds to a residual matches the dense model's sum.
-    "residual": Target(
-        lambda scoring, dense: scoring.reference,
-        lambda store, layer: store.dense(layer),
-        lambda store, name: store.dense_tensor(name),
-        drift=True,
-    ),
+    "residual": Target(lambda scoring, dense: scoring.reference, dense=True, drift=True),
     # The output of the model at the start of the round: the dense one at first, the fine-tuned one later.
-    "model": Target(
-        lambda scoring, dense: scoring.reference if dense else scoring.current_copy(), lambda store, layer: None
-    ),
+    "model": Target(lambda scoring, dense: scoring.reference if dense else scoring.current_copy()),
 }

@@ -49,7 +49,7 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
     if isinstance(pattern, Rate):
         return {**patterns, **_rates(workspace, pattern)}, []
     allocation = under_pattern(workspace.recipe.division, pattern)
-    layers = tuple(layer for layer, own in patterns.items() if own is pattern)
+    layers = workspace.request.sharing
     if allocation.criterion == "uniform" or not layers:
         return patterns, []
     if allocation.criterion == "auto" and not workspace.fisher.known:
@@ -105,13 +105,13 @@ def _zeros(
 
 def _rates(workspace: Workspace, rate: Rate) -> dict[Layer, Pattern]:
     """The rate of every layer that shares that of the run; the same for all if the recipe says so."""
-    layers = tuple(layer for layer, own in workspace.request.patterns.items() if own is rate)
+    layers = workspace.request.sharing
     if workspace.recipe.division.criterion == "uniform" or not layers:
         return {}
-    found = workspace.remembered(
+    values = workspace.remembered(
         "rates", lambda: {layer.name: bits for layer, bits in divide_rate(workspace, rate, layers).items()}
     )
-    bits = {layer: found[layer.name] for layer in layers if layer.name in found}
+    bits = {layer: values[layer.name] for layer in layers if layer.name in values}
     workspace.note(f"Bits of {len(bits)} layers: {min(bits.values()):.2f} to {max(bits.values()):.2f} a weight.")
     return {layer: replace(rate, bits=of_layer) for layer, of_layer in bits.items()}
 

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
 from iobs.errors import ModelError, PatternError
+from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.layerwise.problem import solver_of_groups
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.unit_curves import Curves
+from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers, weights_written
+from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
+from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.removal import take_biases
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.knapsack import WidthChoice, choices_of, chosen_widths, possible_widths, require_reachable
 from iobs.pruning.widths.latency import NAMES, Latency, measure, narrowed, shares_of
-from iobs.pruning.widths.readers import SiteCurve, joint_quadratic
+from iobs.pruning.widths.readers import (
+    Part,
+    ReaderProblem,
+    SiteCurve,
+    damage,
+    joint_quadratic,
+    softened,
+    temperature_of,
+)
 from iobs.pruning.workspace import Workspace
 from iobs.solvers import solve
-from iobs.solvers.grouped.system import kept_groups
+from iobs.solvers.grouped.removal import removal_path
+from iobs.solvers.grouped.system import GroupSystem, kept_groups
 
 TIMINGS = 4  # most measurements of the whole network in an allocation by time
 _CLOSE = 1.01  # measured times differ by this factor from run to run
@@ -42,8 +59,8 @@ def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Lay
         chosen = _chosen_units(workspace, widths, curves)
         return {"widths": widths, "chosen": chosen, "records": [asdict(record) for record in records]}
 
-    found = workspace.remembered("allocation", planned)
-    widths, chosen = found["widths"], found["chosen"]
+    values = workspace.remembered("allocation", planned)
+    widths, chosen = values["widths"], values["chosen"]
     if workspace.request.require_counts is not None:
         # Each width alone was tried before, all of them together were not.
         _require_counts(workspace.request.require_counts, widths)
@@ -51,16 +68,16 @@ def allocate_widths(workspace: Workspace, pattern: Structured) -> tuple[dict[Lay
         workspace.decided, widths={**widths, **{name: len(units) for name, units in chosen.items()}}
     )
     plan: dict[Layer, Pattern] = {}
-    for layer, one in workspace.request.patterns.items():
-        assert isinstance(one, Groups)
-        own = sites.of(layer)
-        if not own:  # refitted with all its columns
-            plan[layer] = one
-        elif any(site.name in chosen for site in own):
+    for layer, groups in workspace.request.patterns.items():
+        assert isinstance(groups, Groups)
+        read = sites.of(layer)
+        if not read:  # refitted with all its columns
+            plan[layer] = groups
+        elif any(site.name in chosen for site in read):
             plan[layer] = sites.chosen(layer, chosen)
         else:
-            plan[layer] = replace(one, keep=widths[own[0].name], sparsity=None, multiple_of=1)
-    return plan, [allocation_record(record) for record in found["records"]]
+            plan[layer] = replace(groups, keep=widths[read[0].name], sparsity=None, multiple_of=1)
+    return plan, [allocation_record(record) for record in values["records"]]
 
 
 def _require_counts(require: Callable[[Mapping[str, int]], None], widths: Mapping[str, int]) -> None:
@@ -190,28 +207,30 @@ def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dic
     whole network with the chosen widths.
     """
     model, latency = workspace.store.model, timed.latency
-    asked = (1 - pattern.sparsity) * latency.dense
-    found = chosen_widths(timed.choices, latency, asked, timed.equal)
+    limit = (1 - pattern.sparsity) * latency.dense
+    widths = chosen_widths(timed.choices, latency, limit, timed.equal)
     if not can_copy(model):
-        return found
+        return widths
     fastest: tuple[float, dict[str, int]] | None = None
     for _ in range(TIMINGS):
         with _without_added(workspace):
-            narrow = narrowed(model, timed.sites, found)
+            narrow = narrowed(model, timed.sites, widths)
             before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime, samples=pattern.batch)
         share = after / before
         if fastest is None or share < fastest[0]:
-            fastest = share, found
+            fastest = share, widths
         if share <= (1 - pattern.sparsity) * _CLOSE:
-            return found
-        asked -= (share - 1 + pattern.sparsity) * latency.dense
+            return widths
+        limit -= (share - 1 + pattern.sparsity) * latency.dense
         try:
-            found = chosen_widths(timed.choices, latency, asked, timed.equal)
+            widths = chosen_widths(timed.choices, latency, limit, timed.equal)
         except PatternError:
             break
     assert fastest is not None
-    wanted = f"asked were {1 - pattern.sparsity:.0%}"
-    workspace.note(f"The network takes {fastest[0]:.0%} of the dense time in {NAMES[pattern.runtime]}; {wanted}.")
+    workspace.note(
+        f"The network takes {fastest[0]:.0%} of the dense time in {NAMES[pattern.runtime]}; asked were "
+        f"{1 - pattern.sparsity:.0%}."
+    )
     return fastest[1]
 
 
@@ -226,3 +245,138 @@ def _record(curve: SiteCurve, width: int) -> AllocationRecord:
         effects=[curve.damages[removed] for removed in reversed(shown)],
         chosen=1 - width / count,
     )
+
+
+# ---- damage of the width of every site
+# One pass of greedy removal on the layers that read the units gives it. Their rows are weighted by the Fisher
+# information of the dense model, so that losses are nats of the model's loss. Units that are gone at all positions of a
+# picture make errors that add up behind a pooling layer. So the divergence of the model is measured with some widths of
+# one site alone, and corrects the losses. The trials of all sites share a fixed number of samples.
+LEVELS = (0.25, 0.5, 0.75, 0.9)  # removed shares of a site at which the divergence is measured
+
+
+@dataclass
+class Curves:
+    """Measurements of all sites of a dense model.
+
+    Args:
+        workspace: state of the run; the model is dense.
+
+    Attributes:
+        readers: problems of readers. Each holds a float64 Hessian, so a problem is dropped after the last use.
+    """
+
+    workspace: Workspace
+    readers: dict[Layer, ReaderProblem] = field(default_factory=dict, init=False)
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, SiteCurve]:
+        """The curve of every site whose readers receive input, by its name.
+
+        Only the problems of sites that several layers read, or that share a reader, are kept for the choice of units.
+        """
+        sites, curves = self.workspace.request.sites, dict[str, SiteCurve]()
+        for layer in self.read(sites.sites):
+            for site in sites.of(layer):
+                if all(reader in self.readers for reader in sites.readers(site)):
+                    curves[site.name] = self._curve(site)
+                    if sites.single(site):
+                        del self.readers[layer]
+                    self.workspace.callbacks.on_measure("effects of widths", len(curves), len(sites.sites))
+        return curves
+
+    @torch.no_grad()
+    def read(self, sites: Iterable[Site]) -> Iterator[Layer]:
+        """Collect the problems of the readers of some sites, and name each layer once its problem is known."""
+        workspace = self.workspace
+        layers = dict.fromkeys(layer for site in sites for layer in workspace.request.sites.readers(site))
+        if not layers:
+            return
+        sweep = Sweep(
+            workspace.store.model,
+            workspace.fit.first(workspace.fit.samples, CURVE_TOKENS),
+            Samples([], []),
+            tuple(layers),
+            workspace.chain,
+            moments=Moments(workspace.request.seed, POSITIONS, means=True),
+        )
+        for group in sweep.groups():
+            statistics = group.statistics()
+            for layer in group.layers:
+                free = layer in workspace.biases
+                self.readers[layer] = ReaderProblem.of(
+                    workspace.store.model,
+                    layer,
+                    statistics,
+                    damping=workspace.recipe.damping,
+                    bias=free,
+                    fisher=workspace.fisher,
+                )
+                yield layer
+
+    def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
+        """The readers of a site, after the removal of units of other sites."""
+        sites = self.workspace.request.sites
+        return tuple(
+            Part(self.readers[layer], sites.columns(site, layer), sites.mask(layer, removed))
+            for layer in sites.readers(site)
+        )
+
+    def _curve(self, site: Site) -> SiteCurve:
+        parts, sites = self.parts(site, {}), self.workspace.request.sites
+        reader = parts[0].reader
+        if sites.single(site):
+            problem, labels = reader.problem, sites.groups(reader.layer).labels(reader.layer.shape[1])
+        else:
+            problem, labels = joint_quadratic(parts)
+        path = removal_path(GroupSystem.of(problem, labels))
+        losses, count = [0.0, *path.losses], len(path.order)
+        tried = sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0})
+        if tried and self._answers.batches:
+
+            def measured() -> JsonObject:
+                return {"damages": [self._damage(site, parts, path.order[:removed]) for removed in tried]}
+
+            damages = self.workspace.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
+            points = [(losses[removed], value) for removed, value in zip(tried, damages, strict=True)]
+            losses = corrected(losses, points)
+        return SiteCurve(reader.layer, losses, sum(part.reader.energy for part in parts))
+
+    @cached_property
+    def _answers(self) -> Samples:
+        """Samples of the trials with the outputs of the dense model; none if the trials of all sites cost too much."""
+        samples = 2 * TRIAL_SAMPLES // (len(LEVELS) * len(self.workspace.request.sites.sites))
+        return trial_answers(self.workspace, samples)
+
+    @cached_property
+    def _loss(self) -> LossFunction:
+        return softened(temperature_of(self._answers))
+
+    def _damage(self, site: Site, parts: tuple[Part, ...], gone: list[int]) -> float:
+        """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
+        model, sites = self.workspace.store.model, self.workspace.request.sites
+        weights, biases = dict[Layer, Tensor](), dict[str, Tensor]()
+        for part in parts:
+            layer = part.reader.layer
+            weight, bias = part.reader.change(sites.mask(layer, {site.name: gone}))
+            weights[layer] = layer.read(model).double() + weight
+            if bias is not None:
+                name = self.workspace.biases[layer]
+                biases[name] = model.get_parameter(name).detach() + bias
+        with weights_written(model, weights, biases):
+            return damage(model, self._answers, self._loss)
+
+
+def corrected(losses: list[float], points: list[tuple[float, float]]) -> list[float]:
+    """Losses times a factor that is interpolated, over their logarithm, between measured (loss, damage).
+
+    The damages rise with the losses: a measured fall is noise.
+    """
+    values = np.maximum.accumulate(np.array(losses))
+    x, y = (np.array(side) for side in zip(*points, strict=True))
+    y = np.maximum.accumulate(y)
+    known, positive = (x > 0) & (y > 0), values > 0
+    if known.any():
+        x, factors = np.log(x[known]), np.log(y[known]) - np.log(x[known])
+        values[positive] *= np.exp(np.interp(np.log(values[positive]), x, factors))
+    return [float(value) for value in np.maximum.accumulate(values)]

@@ -23,8 +23,7 @@ from iobs.pruning.layerwise.projection import Projection
 from iobs.pruning.layerwise.targets import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.reconstruction.fits import Fits
-from iobs.pruning.reconstruction.stored_fits import StoredFits
+from iobs.pruning.reconstruction.fits import Fits, StoredFits
 from iobs.pruning.report import JsonObject
 from iobs.pruning.workspace import Workspace
 

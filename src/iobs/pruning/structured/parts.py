@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from iobs.core.structured import Units
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line, is_out_of_memory
 from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.additions import captured_additions
-from iobs.pruning.calibration.blocks import Block, hidden_of
+from iobs.pruning.calibration.blocks import Block, hidden_of, rest_of, with_hidden
 from iobs.pruning.calibration.losses import answered
 from iobs.pruning.calibration.observe import multiplied_as_they_are
 from iobs.pruning.calibration.row_fisher import PROBE, PROBE_TOKENS
@@ -78,19 +78,6 @@ _TRIAL_SECONDS = 2.0  # most time in which a dry run tries which blocks harm lea
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # experts of a token
 
 
-@dataclass(frozen=True)
-class PartList:
-    """Parts of one kind that stand side by side: the blocks of a list, or the experts of a mixture.
-
-    Attributes:
-        path: of the module that holds them.
-        count: number of parts.
-    """
-
-    path: str
-    count: int
-
-
 class Parts:
     """The parts of one kind that a model has: its blocks, or its experts.
 
@@ -99,7 +86,8 @@ class Parts:
 
     Args:
         model: with all parts.
-        lists: in the order of the forward pass; each loses the same number.
+        counts: number of parts that stand side by side, the blocks of a list or the experts of a mixture, by path of the
+            module that holds them, in the order of the forward pass; each loses the same number.
         least: parts that must be left in each list.
 
     Attributes:
@@ -108,13 +96,13 @@ class Parts:
 
     kind: ClassVar[str]
 
-    def __init__(self, model: nn.Module, lists: Sequence[PartList], least: int) -> None:
-        self.model, self.lists, self.least = model, tuple(lists), least
+    def __init__(self, model: nn.Module, counts: Mapping[str, int], least: int) -> None:
+        self.model, self.counts, self.least = model, counts, least
         self.errors: dict[str, float] = {}
 
     def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first module that a removal changes."""
-        return self.lists[0].path
+        return next(iter(self.counts))
 
     def unused(self, removed: Mapping[str, Sequence[int]]) -> list[str]:
         """Paths of modules that stay in the model until `finish`, and compute nothing."""
@@ -127,15 +115,15 @@ class Blocks(Parts):
 
     Args:
         model: its blocks are skipped within `without`, and deleted by `finish`.
-        blocks: the list.
-        rests: for every block the number of entries that it returns after the hidden state; None: no tuple.
+        path: of the list.
+        rests: for every block what it returns after the hidden state, as `rest_of`.
     """
 
     kind = "blocks"
 
-    def __init__(self, model: nn.Module, blocks: PartList, rests: Sequence[int | None]) -> None:
-        super().__init__(model, [blocks], least=1)
-        self.path, self.count, self.rests = blocks.path, blocks.count, rests
+    def __init__(self, model: nn.Module, path: str, rests: Sequence[tuple[object, ...] | None]) -> None:
+        super().__init__(model, {path: len(rests)}, least=1)
+        self.path, self.count, self.rests = path, len(rests), rests
 
     @classmethod
     def find(cls, model: nn.Module, data: Sequence[Batch]) -> Blocks:
@@ -149,11 +137,12 @@ class Blocks(Parts):
             for path, module in model.named_modules()
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and _is_numbered(module)
         }
-        calls = _calls(model, data[0], {joined(path, name) for path, each in lists.items() for name in each._modules})
+        members = {joined(path, name) for path, module in lists.items() for name in module._modules}
+        rests = _rests_of_blocks(model, data[0], members)
         fitting = {
             path: sum(value.numel() for value in module.parameters())
             for path, module in lists.items()
-            if all(_is_block(calls.get(joined(path, name), [])) for name in module._modules)
+            if all(joined(path, name) in rests for name in module._modules)
         }
         if not fitting:
             raise LayerSelectionError(
@@ -161,8 +150,7 @@ class Blocks(Parts):
                 "return a hidden state of the shape of their input."
             )
         path = max(fitting, key=lambda path: fitting[path])
-        count = len(lists[path])
-        return cls(model, PartList(path, count), [calls[joined(path, str(index))][0].rest for index in range(count)])
+        return cls(model, path, [rests[joined(path, name)] for name in lists[path]._modules])
 
     def choose(self, keep: int, damage: Callable[[], float]) -> dict[str, list[int]]:
         """Remove the block whose absence damages the model least, and repeat; the other blocks stay as they are.
@@ -249,7 +237,7 @@ class Blocks(Parts):
         """Context in which removed blocks return their input."""
         rests = [self.rests[index] for index in removed[self.path]]
         paths = zip(self.unused(removed), rests, strict=True)
-        return replaced_forwards([(self.model.get_submodule(path), _Skip(rest)) for path, rest in paths])
+        return replaced_forwards([(self.model.get_submodule(path), _passing_on(rest)) for path, rest in paths])
 
     def first_changed(self, removed: Mapping[str, Sequence[int]]) -> str:
         """Path of the first removed block."""
@@ -319,50 +307,35 @@ def _is_numbered(module: nn.Module) -> bool:
     return [name for name, _ in module.named_children()] == [str(index) for index in range(len(module._modules))]
 
 
-class _Skip:
-    """The forward of a removed block: a copy of its hidden state."""
+def _passing_on(rest: tuple[object, ...] | None) -> Callable[..., object]:
+    """The forward of a removed block: a copy of its hidden state, in the format of the block."""
 
-    def __init__(self, rest: int | None) -> None:
-        self.rest = rest
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def forward(*args: object, **kwargs: object) -> object:
         hidden = hidden_argument(args, kwargs)
         assert hidden is not None
-        return hidden.clone() if self.rest is None else (hidden.clone(), *[None] * self.rest)
+        return with_hidden(hidden.clone(), rest)
 
-
-@dataclass(frozen=True)
-class _BlockResult:
-    """The result of one call of a module.
-
-    Attributes:
-        alike: True if it holds a hidden state of the shape of the input.
-        rest: number of entries after the hidden state; None: no tuple.
-    """
-
-    alike: bool
-    rest: int | None
-
-
-def _is_block(calls: Sequence[_BlockResult]) -> bool:
-    """True if a module was called once and returned a hidden state of the shape of its input."""
-    return len(calls) == 1 and calls[0].alike
+    return forward
 
 
 @torch.no_grad()
-def _calls(model: nn.Module, batch: Batch, paths: set[str]) -> dict[str, list[_BlockResult]]:
-    """The results of every call of modules on the first sample of a batch, by path."""
-    results: dict[str, list[_BlockResult]] = {}
+def _rests_of_blocks(model: nn.Module, batch: Batch, paths: set[str]) -> dict[str, tuple[object, ...] | None]:
+    """What modules return after their hidden state on the first sample of a batch, by path.
+
+    Modules that are not called once, or return no hidden state of the shape of their input, are left out.
+    """
+    calls: Counter[str] = Counter()
+    rests: dict[str, tuple[object, ...] | None] = {}
 
     def note(path: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        calls[path] += 1
         before, after = hidden_argument(args, kwargs), hidden_of(output)
-        alike = before is not None and after is not None and before.shape == after.shape and before.is_floating_point()
-        rest = len(output) - 1 if isinstance(output, (tuple, list)) else None
-        results.setdefault(path, []).append(_BlockResult(alike, rest))
+        if before is not None and after is not None and before.shape == after.shape and before.is_floating_point():
+            rests[path] = rest_of(output)
 
     with keeping_buffers(model), after_calls(model, paths, note):
         batches.forward(model, batches.first_sample(batch))
-    return results
+    return {path: rest for path, rest in rests.items() if calls[path] == 1}
 
 
 def _renumbered(shapes: Shapes, path: str, gone: Sequence[int]) -> Shapes:
@@ -402,7 +375,7 @@ class Experts(Parts):
     ) -> None:
         routed = (vars(config).get(name) for _, config in inner_configs(model.config) for name in _ROUTED)
         least = max((value for value in routed if type(value) is int), default=1)
-        super().__init__(model, [PartList(site.name, site.count) for site in sites], least)
+        super().__init__(model, {site.name: site.count for site in sites}, least)
         self.sites, self.widths, self.inputs = {site.name: site for site in sites}, widths, inputs
 
     @classmethod
@@ -662,7 +635,7 @@ class PartRemoval:
             PatternError: it is all of them, or fewer than are needed.
         """
         parts, share = self.parts, self.request.pattern.sparsity
-        count = parts.lists[0].count
+        count = next(iter(parts.counts.values()))
         keep = keep_count(count, share)
         if keep == count:
             raise PatternError(
@@ -678,7 +651,7 @@ class PartRemoval:
     def plan(self) -> UnitsPlan:
         """The removal of a run."""
         parts, keep = self.parts, self.keep
-        units = tuple(PlannedUnits(each.path, parts.kind, (), each.count, keep, keep) for each in parts.lists)
+        units = tuple(PlannedUnits(path, parts.kind, (), count, keep, keep) for path, count in parts.counts.items())
         before = float(sum(value.numel() for value in self.model.parameters()))
         cost = PlannedCost("parameters", before, before - parts.least_removed(keep), "in all layers")
         return UnitsPlan(units, (cost,), tuple(self.callbacks.notes))
@@ -706,7 +679,7 @@ class PartRemoval:
             solving, _ = self._refit(removed)
             foresight = Foresight.of(self.store, solving, self.data)
             if self._runs_whole(foresight.chain, removed):
-                foresight = replace(foresight, chain=[], work=replace(foresight.work, blocks=0))
+                foresight = replace(foresight, chain=[], workload=replace(foresight.workload, blocks=0))
             return seconds + foresight.forecast(self.request.recipe).seconds
 
     def _refit(self, removed: Mapping[str, Sequence[int]]) -> tuple[Request, Selection]:
@@ -725,7 +698,7 @@ class PartRemoval:
     def _runs_whole(self, chain: Sequence[Block], removed: Mapping[str, Sequence[int]]) -> bool:
         """True if the model runs whole, since a chain would skip the dense model's blocks too."""
         lists = {block.path.rpartition(".")[0] for block in chain}
-        return bool(self.parts.unused(removed)) and not lists >= {each.path for each in self.parts.lists}
+        return bool(self.parts.unused(removed)) and not lists >= self.parts.counts.keys()
 
     def _workspace(self, frozen: frozenset[str]) -> Workspace:
         """The workspace of the refit."""
@@ -761,8 +734,8 @@ class PartRemoval:
         """The parts of every list before and after."""
         kind, errors = self.parts.kind, self.parts.errors
         return [
-            WidthRecord(each.path, kind, each.path, each.count, self.keep, errors.get(each.path, 0.0))
-            for each in self.parts.lists
+            WidthRecord(path, kind, path, count, self.keep, errors.get(path, 0.0))
+            for path, count in self.parts.counts.items()
         ]
 
     def costs(self) -> list[CostRecord]:
