@@ -1,5 +1,6 @@
 """Exceptions and warnings of iobs. Each message names the fault and its remedy."""
 
+import sys
 from collections.abc import Sequence
 
 
@@ -110,3 +111,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return any(words in text for words in _OUT_OF_MEMORY)
+
+
+def unless_out_of_memory(*kinds: type[Exception]) -> tuple[type[Exception], ...]:
+    """The kinds of exceptions that an `except` clause catches; none if the memory of a device ran out.
+
+    An `except` clause evaluates its expression while the exception is handled, so that `sys.exception` returns it. Who
+    takes an error for the refusal of a model writes `except unless_out_of_memory(RuntimeError) as error`.
+    """
+    error = sys.exception()
+    return () if error is not None and is_out_of_memory(error) else kinds

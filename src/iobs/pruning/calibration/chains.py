@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import ModelError, is_out_of_memory
+from iobs.errors import ModelError, unless_out_of_memory
 from iobs.pruning.calibration.blocks import Block, Call, Tracer, Value, hidden_of, inside, rest_of, with_hidden
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.replay import (
@@ -80,9 +80,7 @@ def running_along_is_exact(
                 Stream(model, few, []), layers
             ):
                 return False
-    except Exception as error:  # the model cannot be run in stages, so it is run whole
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(Exception):  # the model cannot be run in stages, so it is run whole
         return False
     return True
 

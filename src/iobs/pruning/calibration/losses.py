@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from iobs.errors import CalibrationError, is_out_of_memory
+from iobs.errors import CalibrationError, unless_out_of_memory
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
@@ -49,9 +49,7 @@ def task_loss(model: nn.Module, batch: Batch) -> Tensor:
             values = values[None]  # some models squeeze the dimension of a single sample
         try:
             return _label_loss(values, labels, class_axis(values, batch))
-        except (RuntimeError, ValueError, IndexError) as error:
-            if is_out_of_memory(error):
-                raise
+        except unless_out_of_memory(RuntimeError, ValueError, IndexError) as error:
             raise CalibrationError(
                 f"Outputs of shape {tuple(values.shape)} and targets of shape {tuple(labels.shape)} and type "
                 f'{labels.dtype} have no task loss ({error}); give a function as loss, or use loss="kl".'

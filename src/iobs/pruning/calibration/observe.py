@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iobs.errors import CalibrationError, LayerSelectionError, ModelError, is_out_of_memory
+from iobs.errors import CalibrationError, LayerSelectionError, ModelError, unless_out_of_memory
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.calibration.uses import LayersByUse
 from iobs.pruning.coverage import Reason
@@ -71,9 +71,7 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
                 changing = changing_modules(model, finder.by_class, sample)
                 with finder.watching(), captured_inputs(model, finder.by_class, note):
                     batches.forward(model, sample)
-            except batches.REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
+            except unless_out_of_memory(*batches.REFUSALS) as error:
                 if not finder.by_class:
                     raise CalibrationError(
                         f"The model cannot take a calibration batch, {batches.shapes(sample)}: "
@@ -183,9 +181,7 @@ def _changes(module: nn.Module, parent: type[nn.Module], args: Args, kwargs: Kwa
             expected = outputs.logits(parent.forward(module, *_copied(first))).float()
         with recorded_calls(_PRODUCTS) as calls:
             output = outputs.logits(type(module).forward(module, *_copied(args), **_copied(kwargs))).float()
-    except batches.REFUSALS as error:  # other arguments or outputs than the parent
-        if is_out_of_memory(error):  # other true errors recur in the model
-            raise
+    except unless_out_of_memory(*batches.REFUSALS):  # other arguments than the parent; true errors recur
         return True
     if any(_same_product(plain, call) for plain in plain_calls for call in calls):
         return False

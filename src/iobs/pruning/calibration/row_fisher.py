@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import ProblemError, first_line, is_out_of_memory
+from iobs.errors import ProblemError, first_line, unless_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped
@@ -246,9 +246,7 @@ class _Squares:
             if value.requires_grad and sources:
                 try:
                     gradients = list(torch.autograd.grad(value, sources, pull, allow_unused=True))
-                except RuntimeError as error:
-                    if is_out_of_memory(error):
-                        raise
+                except unless_out_of_memory(RuntimeError) as error:
                     raise ProblemError(
                         f"The model's outputs have no gradient ({first_line(error)}). {_WITHOUT}"
                     ) from error

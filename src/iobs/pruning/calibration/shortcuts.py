@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import is_out_of_memory
+from iobs.errors import unless_out_of_memory
 from iobs.pruning.calibration.blocks import Call, Tracer, hidden_of, inside, with_hidden
 from iobs.pruning.calibration.hooks import captured_inputs
 from iobs.pruning.network.layers import Layer
@@ -207,9 +207,7 @@ def _is_exact(
     try:
         with shortcuts.taken(stream.model, index):
             output = stream.run(stage, index)
-    except batches.REFUSALS as error:  # the block reads an output that only the whole module gives
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(*batches.REFUSALS):  # the block reads an output that only the whole module gives
         return False
     hidden, other = hidden_of(output), hidden_of(expected)
     return hidden is not None and other is not None and hidden.device == other.device and torch.equal(hidden, other)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from iobs.errors import is_out_of_memory
+from iobs.errors import unless_out_of_memory
 from iobs.pruning.network.layers import Axes, View
 
 _TIMES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "__truediv__"})
@@ -80,9 +80,7 @@ class Tracker:
             else:
                 copied_args, copied_kwargs = tree_map_only(Tensor, self._numbered, (args, kwargs))
                 numbers = func(*copied_args, **copied_kwargs)
-        except (RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
-            if is_out_of_memory(error):
-                raise
+        except unless_out_of_memory(RuntimeError, TypeError, IndexError, ValueError, OverflowError, ZeroDivisionError):
             return
         if (place := _storage(result)) and numbers.shape == result.shape:
             size = result.untyped_storage().nbytes() // result.element_size()

@@ -21,7 +21,7 @@ class Target:
     Attributes:
         teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`
             is True if the model still has its dense weights.
-        dense: True if T and the bias that belongs to it are those of the dense model, otherwise the layer's current ones.
+        dense: True if T and its bias are those of the dense model, otherwise the current ones of the layer.
         drift: True if E is the drift of the residual, otherwise E = 0.
     """
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from iobs.errors import ModelError, first_line, is_out_of_memory
+from iobs.errors import ModelError, first_line, unless_out_of_memory
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.modes import keeping_attributes, seeded
 from iobs.pruning.samples import batches
@@ -54,9 +54,7 @@ def dense_copy(model: M, shared: Mapping[int, object] | None = None) -> M:
     """
     try:
         return copied(model, shared)
-    except (RuntimeError, TypeError) as error:  # results of a training step, locks and the like
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(RuntimeError, TypeError) as error:  # results of a training step, locks and the like
         raise ModelError(
             "The dense model cannot be copied, because a module holds an attribute besides parameters and buffers that "
             f"cannot be copied: {first_line(error)}. Remove it, and prune again."

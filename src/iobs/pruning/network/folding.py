@@ -23,7 +23,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from iobs.errors import CalibrationError, is_out_of_memory
+from iobs.errors import CalibrationError, unless_out_of_memory
 from iobs.pruning.network.calls import Args, Kwargs, before_calls, recorded_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, joined
 from iobs.pruning.network.modes import evaluating, keeping_buffers
@@ -171,9 +171,7 @@ def _gives_back(parametrisation: parametrize.ParametrizationList) -> bool:
         sparse.view(-1)[::2] = 0
         _invert(trial, sparse)
         weight = trial().detach()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
         return False
     near = float((weight - sparse).float().norm()) <= _PROBED * float(sparse.float().norm())
     return near and bool((weight[sparse == 0] == 0).all())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from iobs.errors import DistributedError, first_line, is_out_of_memory
+from iobs.errors import DistributedError, first_line, unless_out_of_memory
 from iobs.pruning.samples.batches import Batch, size, take
 from iobs.pruning.samples.subsets import Samples
 
@@ -225,9 +225,7 @@ def explained() -> Iterator[None]:
             f"The process group refuses an exchange ({first_line(error)}). Start the run with torchrun -m iobs, or "
             "give each rank a GPU of its own."
         ) from error
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(RuntimeError) as error:
         raise DistributedError(
             f"Another rank is gone ({first_line(error, 'no answer')}), so this one stops too. Look at that rank's own "
             "output; with a checkpoint the run can be resumed."

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import CalibrationError, IOBSError, NonFiniteError, is_out_of_memory
+from iobs.errors import CalibrationError, IOBSError, NonFiniteError, unless_out_of_memory
 
 # A tensor, a tuple or list (inputs, labels), or a mapping by the names of the model's arguments.
 Batch: TypeAlias = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -273,9 +273,7 @@ def called(model: nn.Module, batch: Batch, name: str, kind: type[IOBSError]) -> 
     """
     try:
         return forward(model, batch, with_loss=True)
-    except REFUSALS as error:
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(*REFUSALS) as error:
         raise kind(f"The model cannot take {name}: {type(error).__name__}: {error}") from error
 
 

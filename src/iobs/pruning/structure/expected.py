@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import iobs
-from iobs.errors import AuditError, ModelError, first_line, is_out_of_memory
+from iobs.errors import AuditError, ModelError, first_line, unless_out_of_memory
 from iobs.pruning.network.calls import Args, Function, Kwargs, Observer, before_calls
 from iobs.pruning.network.copies import copied
 from iobs.pruning.network.layers import joined
@@ -123,9 +123,7 @@ class Expected:
             return cls(batch, outputs_of(model, batch), None)
         try:
             return cls(batch, outputs_of(model, batch, torch.float32), torch.float32)
-        except batches.REFUSALS as error:  # its code has the dtype of its weights
-            if is_out_of_memory(error):
-                raise
+        except unless_out_of_memory(*batches.REFUSALS):  # its code has the dtype of its weights
             return cls(batch, outputs_of(model, batch), None)
 
     def require(self, model: nn.Module, wide: nn.Module | None = None) -> None:
@@ -146,9 +144,8 @@ class Expected:
         if wide is not None and limit < gap < _LARGEST_GAP:
             try:
                 gap = relative_gap(*([outputs_of(each, self.batch, torch.float64)] for each in (wide, model)))
-            except batches.REFUSALS as error:  # the code or the device does not take float64
-                if is_out_of_memory(error):
-                    raise
+            except unless_out_of_memory(*batches.REFUSALS):
+                pass  # the code or the device does not take float64
         if not gap <= limit:
             raise AuditError(
                 f"The narrower model gives other outputs than the model with zeros (difference {gap:.1e})."
@@ -173,9 +170,7 @@ def require_narrower(model: nn.Module, sites: Sequence[Site], data: Sequence[Bat
         remove(narrow, sites, kept)
         for batch in data:
             Expected.of(wide, batch).require(narrow, wide)
-    except (AuditError, *batches.REFUSALS) as error:
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(AuditError, *batches.REFUSALS) as error:
         raise ModelError(
             f"Units cannot be removed: {type(model).__name__} calls other layers for other batches, and the narrower "
             f"network fails there ({first_line(error)}). Name the layers that may lose units in include=, or prune "
@@ -211,9 +206,7 @@ def require_rebuilt(model: nn.Module, batch: Batch, note: Callable[[str], None])
                 if lent is not None and built is not None:
                     module._buffers[name] = lent if large else built.to(lent)
         outputs = outputs_of(again, batch)
-    except Exception as error:  # every class has its own
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(Exception) as error:  # every class has its own
         if large and not loads:  # its code needs values of other tensors
             note(f"Not checked that {kind} can be built from its new configuration: {first_line(error)}")
             return
@@ -314,9 +307,7 @@ class _Trial:
         try:
             self._call_wide(copied(owner).to(dtype), site, _in_dtype(arguments, dtype))
             self.tolerance = _TOLERANCE
-        except batches.REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
+        except unless_out_of_memory(*batches.REFUSALS):
             self._call_wide(copied(owner), site, arguments)
             self.tolerance = max(_TOLERANCE, _rounding(owner))
 
@@ -373,16 +364,12 @@ def _counting_attributes(model: nn.Module, site: Site, arguments: Arguments) -> 
         with evaluating(owner):
             try:
                 trial = _Trial(owner, site.inside(), arguments, dtype)
-            except batches.REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
+            except unless_out_of_memory(*batches.REFUSALS) as error:
                 return reason or f"a copy of the {kind} fails: {first_line(error)}"
             for attributes in _combinations(_candidates(model, site)):
                 try:
                     gap = trial.gap(replace(site, attributes=attributes).inside())
-                except batches.REFUSALS as error:
-                    if is_out_of_memory(error):
-                        raise
+                except unless_out_of_memory(*batches.REFUSALS) as error:
                     why = why or f"the narrower {kind} fails ({first_line(error)}): {trial.full_width(site.inside())}"
                     continue
                 if gap <= trial.tolerance:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from iobs.errors import ModelError, first_line, is_out_of_memory
+from iobs.errors import ModelError, first_line, unless_out_of_memory
 from iobs.pruning.network.calls import Args, Argument, Function, Interceptor, Kwargs, before_calls, factors
 from iobs.pruning.network.layers import joined
 from iobs.pruning.network.modes import evaluating, keeping_attributes, keeping_buffers
@@ -137,9 +137,7 @@ def refused(reason: str) -> Iterator[None]:
     """
     try:
         yield
-    except batches.REFUSALS as error:
-        if is_out_of_memory(error):
-            raise
+    except unless_out_of_memory(*batches.REFUSALS) as error:
         raise ModelError(
             f"Units cannot be found: {reason} ({type(error).__name__}: {first_line(error)}). Prune entries instead: "
             "Unstructured or NM."
@@ -426,11 +424,9 @@ def traced_batches(model: nn.Module, data: Sequence[Batch]) -> list[Batch]:
         short = shortened(batch, samples)
         try:
             return short, called_modules(model, [short], paths)
-        except batches.REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-        few = _fewer(batch, samples)
-        return few, called_modules(model, [few], paths)
+        except unless_out_of_memory(*batches.REFUSALS):
+            few = _fewer(batch, samples)
+            return few, called_modules(model, [few], paths)
 
     first, called = shorter(data[0])
     traced = [first]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from iobs.core.column_groups import Groups
 from iobs.core.patterns import keep_count
 from iobs.core.structured import Units
-from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line, is_out_of_memory
+from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError, first_line, unless_out_of_memory
 from iobs.pruning.algorithm import run
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Block, hidden_of, rest_of, with_hidden
@@ -86,8 +86,8 @@ class Parts:
 
     Args:
         model: with all parts.
-        counts: number of parts that stand side by side, the blocks of a list or the experts of a mixture, by path of the
-            module that holds them, in the order of the forward pass; each loses the same number.
+        counts: number of parts in every list of blocks, or mixture of experts, by its path, in the order of the forward
+            pass; each loses the same number.
         least: parts that must be left in each list.
 
     Attributes:
@@ -192,9 +192,7 @@ class Blocks(Parts):
             try:
                 with self.without({self.path: [*gone, block]}):
                     damages[block] = damage()
-            except batches.REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
+            except unless_out_of_memory(*batches.REFUSALS) as error:
                 reason = reason or first_line(error)
             if time.perf_counter() - began > most:
                 break
@@ -466,9 +464,7 @@ class Experts(Parts):
             try:
                 _output(module, inputs[:1])  # fails if groups do not divide the experts; those of many tokens may mix
                 return float((_output(module, inputs) - dense).double().square().sum())
-            except batches.REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
+            except unless_out_of_memory(*batches.REFUSALS) as error:
                 raise ModelError(
                     f"{site.name} does not compute with {site.count - len(gone)} experts ({first_line(error)}). They "
                     "are removed one by one, so a router that divides them into groups is not supported. Prune entries "
