@@ -175,7 +175,7 @@ def prune(
                 store.require_space(checkpoint)
                 affordable = with_affordable_epochs(request.recipe, selection.layers, collected, store.device)
                 request = replace(request, recipe=affordable)
-                report = run(Workspace.of(store, request, selection, collected, every_callback, frozen, opened))
+                report = run(Workspace(store, request, selection, collected, every_callback, frozen, opened))
     for training in live_on(store.model):
         training.mask()
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -117,6 +117,12 @@ class Decisions:
     blocks: BlockFit | None = None
     widths: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> Decisions:
+        """The decisions of a recipe, before any is made."""
+        tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
+        return cls(recipe.rounds, recipe.finetune, tuned, recipe.blocks)
+
     def describe_part(self) -> JsonObject:
         """The decisions in plain types, for the report."""
         steps = {"finetune": self.finetune and describe_part(self.finetune)}
@@ -132,11 +138,12 @@ class Workspace:
         store: the model's weights.
         request: what was asked.
         selection: the layers to prune. The first round removes layers without input.
-        fit: calibration samples.
-        heldout: held-out samples.
+        batches: all samples that were given.
         callbacks: callbacks of the run; they also store the notes.
         frozen: names of the parameters that the user froze.
         opened: the checkpoint, if it is open already.
+        fit: calibration samples.
+        heldout: held-out samples.
         checkpoint: the checkpoint, or the null checkpoint.
         scoring: losses of the model; None if the model cannot be run as a whole.
         decided: rounds and fine-tuning as decided so far.
@@ -146,33 +153,35 @@ class Workspace:
     store: Store
     request: Request
     selection: Selection
-    fit: Samples
-    heldout: Samples
+    batches: InitVar[list[Batch]]
     callbacks: Callbacks
     frozen: frozenset[str]
     opened: Checkpoint | None = None
+    fit: Samples = field(init=False)
+    heldout: Samples = field(init=False)
     checkpoint: Checkpoint = field(init=False)
     scoring: Scoring | None = field(init=False)
     decided: Decisions = field(init=False)
     memory: MemoryWatch = field(init=False)
     _chain: list[Block] | None = field(default=None, init=False)
-    _fisher: RowFisher | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, batches: list[Batch]) -> None:
         recipe = self.recipe
+        self.fit, self.heldout = split(Samples.of(batches), self.request.holdout, self.request.seed)
         self.memory = MemoryWatch(self.store.device)
-        tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
-        self.decided = Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks)
-        steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
-        everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
+        self.decided = Decisions.of(recipe)
         changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
-        self.store.remember(None if everything else changed)
+        self.store.remember(None if recipe.changes_all else changed)
         copies = self._copies_to_sample()
         if copies:
             # Of the given samples: the bits of the model, and so the sampled text, may differ on another machine.
             self.checkpoint = self._open()
-            seed = self.request.seed
-            self.fit = with_sampled_text(self.store.model, self.fit, copies, seed, self._known_windows)
+
+            def windows(sample: Callable[[], Tensor]) -> Tensor:
+                """The sampled windows of an interrupted run, or new ones."""
+                return self.checkpoint.tensors(_SAMPLED, lambda: {"windows": sample()})["windows"]
+
+            self.fit = with_sampled_text(self.store.model, self.fit, copies, self.request.seed, windows)
         self.scoring = None
         if self.store.whole and recipe.compares:
             model, reference = self.store.model, self.store.dense_model
@@ -204,29 +213,6 @@ class Workspace:
         if copies:
             self.callbacks.on_note(f"Calibration: {copies} windows sampled from the dense model for every given one.")
         return copies
-
-    def _known_windows(self, sample: Callable[[], Tensor]) -> Tensor:
-        """The sampled windows of an interrupted run, or new ones, which are stored."""
-        if _SAMPLED in self.checkpoint:
-            return self.checkpoint.get(_SAMPLED)[0]["windows"]
-        windows = sample()
-        self.checkpoint.put(_SAMPLED, {"windows": windows}, {})
-        return windows
-
-    @classmethod
-    def of(
-        cls,
-        store: Store,
-        request: Request,
-        selection: Selection,
-        batches: list[Batch],
-        callbacks: Callbacks,
-        frozen: frozenset[str],
-        opened: Checkpoint | None = None,
-    ) -> Workspace:
-        """The workspace of a run on all the given batches."""
-        fit, heldout = split(Samples.of(batches), request.holdout, request.seed)
-        return cls(store, request, selection, fit, heldout, callbacks, frozen, opened)
 
     @property
     def recipe(self) -> Recipe:
@@ -260,7 +246,7 @@ class Workspace:
             self._chain = self.store.chain([*self.fit.batches, *self.heldout.batches], self.selection.layers)
         return self._chain
 
-    @property
+    @cached_property
     def fisher(self) -> RowFisher:
         """Prices of the errors of rows; measured at the first use, while the model is dense, or from the checkpoint.
 
@@ -269,27 +255,25 @@ class Workspace:
         Raises:
             ProblemError: they have none, and the recipe's allocation asks for prices by name.
         """
-        if self._fisher is None and _FISHER in self.checkpoint:
-            self._fisher = RowFisher.of(self.checkpoint.get(_FISHER)[0], self.selection.layers)
-        elif self._fisher is None:
-            try:
-                self._fisher = row_fisher(
-                    self.store.model,
-                    self.selection.layers,
-                    self.chain,
-                    self.fit,
-                    seed=self.request.seed,
-                    tables=self.tables,
-                    ranks=self.ranks,
-                    residency=self.store,
-                )
-            except ProblemError as error:
-                if self.recipe.division.criterion in ("fisher", "search"):
-                    raise
-                self.note(f"All layers and rows count equally: {first_line(error)}")
-                self._fisher = RowFisher()
-            self.checkpoint.put(_FISHER, self._fisher.tensors(), {})
-        return self._fisher
+        return RowFisher.of(self.checkpoint.tensors(_FISHER, self._measured_fisher), self.selection.layers)
+
+    def _measured_fisher(self) -> dict[str, Tensor]:
+        try:
+            return row_fisher(
+                self.store.model,
+                self.selection.layers,
+                self.chain,
+                self.fit,
+                seed=self.request.seed,
+                tables=self.tables,
+                ranks=self.ranks,
+                residency=self.store,
+            ).tensors()
+        except ProblemError as error:
+            if self.recipe.division.criterion in ("fisher", "search"):
+                raise
+            self.note(f"All layers and rows count equally: {first_line(error)}")
+            return {}
 
     @cached_property
     def tables(self) -> tuple[Layer, ...]:

@@ -29,21 +29,11 @@ class CoordinateGroups:
         objective: f.
         members: the coordinates of every group.
         forced: indices of groups that are always in the support, not counted in k.
-
-    Raises:
-        ProblemError: groups overlap, or a forced index does not exist.
     """
 
     objective: Objective
     members: list[Indices]
     forced: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        everything = np.concatenate(self.members) if self.members else np.zeros(0, np.int64)
-        if np.unique(everything).size != everything.size:
-            raise ProblemError("Groups must not share coordinates.")
-        if any(not 0 <= number < len(self.members) for number in self.forced):
-            raise ProblemError(f"Forced groups must lie in 0 ... {len(self.members) - 1}, got {sorted(self.forced)}.")
 
     @property
     def choices(self) -> int:

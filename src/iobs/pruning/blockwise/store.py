@@ -382,9 +382,7 @@ def resident_bytes(model: nn.Module, layers: Sequence[Layer], recipe: Recipe) ->
     """
     tensors = dict(state(model))
     whole = sum(value.nbytes for value in tensors.values())
-    steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
-    everything = recipe.blocks is not None or any(step.parameters == "all" for step in steps)
-    changed = whole if everything else sum(tensors[name].nbytes for name in {layer.key for layer in layers})
+    changed = whole if recipe.changes_all else sum(tensors[name].nbytes for name in {layer.key for layer in layers})
     return whole + 2 * changed + (whole if recipe.needs_dense_model else 0)
 
 

@@ -102,8 +102,7 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
     blocks = recipe.blocks
     if blocks is not None and blocks.epochs == "auto":
         recipe = recipe.but(blocks=replace(blocks, epochs=MOST_EPOCHS))
-    steps = [step for step in (recipe.rounds.finetune, recipe.finetune) if step is not None]
-    many = recipe.blocks is not None or any(max(step.steps, step.most_steps or 0) > 1 for step in steps)
+    many = recipe.blocks is not None or any(max(step.steps, step.most_steps or 0) > 1 for step in recipe.steps)
     for share in _SHARES if many else _SHARES[:1]:
         yield ShorterRecipe(_with_steps(recipe, share), f"{share:.0%} of the gradient steps" if share < 1 else "")
     blocks = recipe.blocks
@@ -117,7 +116,7 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
         recipe = recipe.but(blocks=short, finetune=None, rounds=Rounds(), allocation=allocation)
         yield ShorterRecipe(recipe, "one projection, and short fits of blocks")
     left_out: list[str] = []
-    if recipe.blocks is not None or steps or recipe.rounds.count > 1:
+    if recipe.blocks is not None or recipe.steps or recipe.rounds.count > 1:
         recipe = recipe.but(blocks=None, finetune=None, rounds=Rounds())
         left_out.append("one projection, no gradient steps")
         yield ShorterRecipe(recipe, left_out[0])

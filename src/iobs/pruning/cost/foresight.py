@@ -68,10 +68,9 @@ class Foresight:
         layers = tuple(self.request.patterns)
         with torch.no_grad(), seeded(self.store.model, self.request.seed):
             recipe = with_affordable_epochs(recipe, layers, self.data, self.store.device)
-            tuned = recipe.finetune is not None and recipe.finetune.lr == "auto"
             text = positions(self.data[0]) > 1
             decided = one_kind_of_steps(
-                Decisions(recipe.rounds, recipe.finetune, tuned, recipe.blocks),
+                Decisions.of(recipe),
                 bool(self.chain),
                 text or not self.store.whole,
             )

@@ -137,11 +137,6 @@ def global_sparsity(pattern: Pattern) -> float | None:
     return entries.sparsity
 
 
-def uniform(pattern: Pattern, layers: tuple[Layer, ...]) -> dict[Layer, Pattern]:
-    """The same pattern for every layer."""
-    return dict.fromkeys(layers, pattern)
-
-
 def within_support(
     curves: dict[Layer, Curve], ranges: dict[Layer, tuple[int, int]], total: int
 ) -> dict[Layer, tuple[int, int]]:

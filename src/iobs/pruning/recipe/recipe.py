@@ -212,19 +212,28 @@ class Recipe:
         return self.network_solver is None or self.rounds.count > 1 or self.finetune is not None
 
     @property
+    def steps(self) -> list[FineTune]:
+        """The gradient steps between the rounds and after the last one, as far as there are any."""
+        return [step for step in (self.rounds.finetune, self.finetune) if step is not None]
+
+    @property
+    def changes_all(self) -> bool:
+        """True if a run changes other parameters than the pruned matrices and their biases."""
+        return self.blocks is not None or any(step.parameters == "all" for step in self.steps)
+
+    @property
     def needs_dense_model(self) -> bool:
         """True if a run of a model in memory needs a copy of the dense model."""
         if not self.compares:
             return False
-        steps = [step for step in (self.rounds.finetune, self.finetune) if step is not None]
         return (
             self.target != "layer"
             or self.blocks is not None
             or self.inputs == "dense"
             or self.rounds.schedule == "auto"
             or self.rounds.finetune is None  # rounds are then compared by the divergence from the dense model
-            or any(step.imitates for step in steps)
-            or any(step.augment == "auto" for step in steps)  # "auto" compares predictions of the dense model
+            or any(step.imitates for step in self.steps)
+            or any(step.augment == "auto" for step in self.steps)  # "auto" compares predictions of the dense model
         )
 
     def for_layer(self, name: str) -> LayerSettings:

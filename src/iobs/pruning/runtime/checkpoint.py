@@ -69,6 +69,14 @@ class Checkpoint:
         self.put(key, {}, values)
         return values
 
+    def tensors(self, key: str, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The tensors of an entry; computed and stored if there is no such entry."""
+        if key in self:
+            return self.get(key)[0]
+        tensors = compute()
+        self.put(key, tensors, {})
+        return tensors
+
     def number(self, key: str, compute: Callable[[], float]) -> float:
         """The number of an entry; computed and stored if there is no such entry."""
         return float(self.remembered(key, lambda: {"value": compute()})["value"])

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from iobs.errors import ModelError
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, library_class
 from iobs.pruning.structure.units import Reader, Site
 
@@ -35,15 +34,11 @@ def remove(
         kept: units to keep by name of the site, at least one of each; sites without an entry keep all units.
         biases: biases to add to the outputs of readers, (rows,), by path of the reader. They are added to the layer's
             bias. A layer without one: they are subtracted from the running mean of its batch norm, or it gets a bias.
-
-    Raises:
-        ModelError: a name, a unit or the shape of a bias is wrong.
     """
     by_name = {site.name: site for site in sites}
-    chosen = {name: _checked(by_name, name, units) for name, units in kept.items()}
+    chosen = {name: set(units) for name, units in kept.items()}
     readers = {reader.path: reader for site in by_name.values() for reader in site.readers}
-    for path, bias in (biases or {}).items():
-        _require_bias(model, readers, path, bias)
+    assert all(units and units <= set(range(by_name[name].count)) for name, units in chosen.items())
     gone: dict[tuple[str, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name, units in chosen.items():
         removed = set(range(by_name[name].count)) - units
@@ -78,27 +73,6 @@ def set_number(module: nn.Module, name: str, value: object) -> None:
         setattr(module.config, name.removeprefix(CONFIG), value)
     else:
         setattr(module, name, value)
-
-
-def _checked(sites: Mapping[str, Site], name: str, units: Sequence[int]) -> set[int]:
-    if name not in sites:
-        raise ModelError(f"No site is named {name!r}; the sites are {', '.join(sites) or 'none'}.")
-    different = {int(unit) for unit in units}
-    if not different or len(different) != len(units) or min(different) < 0 or max(different) >= sites[name].count:
-        raise ModelError(
-            f"Units to keep of {name} must be different numbers from 0 to {sites[name].count - 1}, at least one; "
-            f"got {sorted(int(unit) for unit in units)}."
-        )
-    return different
-
-
-def _require_bias(model: nn.Module, readers: Mapping[str, Reader], path: str, bias: Tensor) -> None:
-    if path not in readers:
-        raise ModelError(f"No site has a reader {path!r}, so it takes no bias.")
-    weight = readers[path].weight
-    rows = weight.stored(model).shape[1 - weight.axis]
-    if bias.shape != (rows,):
-        raise ModelError(f"The bias of {path} must have shape ({rows},), got {tuple(bias.shape)}.")
 
 
 def _narrow(module: nn.Module, name: str, gone: Mapping[int, Collection[int]]) -> None:

@@ -365,7 +365,7 @@ class SiteRemoval:
                 require_counts=require_counts if self.loadable else None,
                 added=tuple(self.added),
             )
-            workspace = Workspace.of(self.store, solving, self.selection, self.data, self.callbacks, frozen)
+            workspace = Workspace(self.store, solving, self.selection, self.data, self.callbacks, frozen)
             report = run(workspace, ends=False)
         self.kept = {site.name: self._kept_units(site, workspace.decided.widths[site.name]) for site in sites.sites}
         self.expected = Expected.of(model, self.data[0])

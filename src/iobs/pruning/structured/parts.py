@@ -701,9 +701,7 @@ class PartRemoval:
         solving, selection = self._refit(self.removed)
         unused = tuple(f"{path}." for path in self.parts.unused(self.removed))
         names = [name for name, _ in self.model.named_parameters() if unused and name.startswith(unused)]
-        workspace = Workspace.of(
-            self.store, solving, selection, self.data, self.callbacks, frozenset({*frozen, *names})
-        )
+        workspace = Workspace(self.store, solving, selection, self.data, self.callbacks, frozenset({*frozen, *names}))
         if self._runs_whole(workspace.chain, self.removed):
             workspace.run_whole()
         return workspace
