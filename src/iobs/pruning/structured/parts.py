@@ -318,7 +318,7 @@ def _passing_on(rest: tuple[object, ...] | None) -> Callable[..., object]:
 
 @torch.no_grad()
 def _rests_of_blocks(model: nn.Module, batch: Batch, paths: set[str]) -> dict[str, tuple[object, ...] | None]:
-    """What modules return after their hidden state on the first sample of a batch, by path.
+    """The outputs of modules after their hidden state on the first sample of a batch, by path.
 
     Modules that are not called once, or return no hidden state of the shape of their input, are left out.
     """
