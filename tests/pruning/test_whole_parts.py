@@ -237,8 +237,7 @@ def test_parts_with_names_are_no_blocks():
     torch.manual_seed(0)
     head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))
     model = nn.Sequential(nn.Sequential(*(Residual(8) for _ in range(4))), head).eval()
-    stacks = Blocks.find(model, [torch.randn(40, 8)]).lists
-    assert [(one.path, one.count) for one in stacks] == [("", 2)]  # the larger of two lists
+    assert Blocks.find(model, [torch.randn(40, 8)]).counts == {"": 2}  # the larger of two lists
     model = nn.Sequential(model[0], nn.ReLU(), head, nn.Linear(8, 3)).eval()
     iobs.prune(model, [torch.randn(40, 8)], "structured:25%,units=blocks", "one-shot")
     assert (len(model[0]), len(model[2])) == (3, 2)
@@ -276,8 +275,8 @@ def test_fewer_experts_are_loaded_unpatched(name, tmp_path):
 def test_one_expert_is_chosen_as_brute_force_does():
     model = built(MIXTURES["mixtral"]())
     parts = Experts.find(model, text())
-    stack = parts.lists[0]
-    module, given = model.get_submodule(stack.path), parts.inputs[stack.path]
+    path = next(iter(parts.counts))
+    module, given = model.get_submodule(path), parts.inputs[path]
     with torch.no_grad():
         dense = module(given)
         errors = {}
@@ -288,11 +287,9 @@ def test_one_expert_is_chosen_as_brute_force_does():
             values = values / values.sum(-1, keepdim=True)
             found = module.experts(given[:, 0], index, values)
             errors[gone] = float((found - dense[:, 0]).double().square().sum())
-    chosen = parts.choose(5, lambda: 0.0)[stack.path]
+    chosen = parts.choose(5, lambda: 0.0)[path]
     assert chosen == [min(errors, key=errors.get)]
-    assert parts.errors[stack.path] == pytest.approx(
-        min(errors.values()) / float(dense.double().square().sum()), rel=1e-4
-    )
+    assert parts.errors[path] == pytest.approx(min(errors.values()) / float(dense.double().square().sum()), rel=1e-4)
 
 
 def test_costs_of_texts_of_several_lengths_are_noted():
@@ -303,10 +300,10 @@ def test_costs_of_texts_of_several_lengths_are_noted():
 
 def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_others():
     model = built(MIXTURES["mixtral"]())
-    mixture = model.get_submodule(Experts.find(model, text()).lists[0].path)
+    mixture = model.get_submodule(next(iter(Experts.find(model, text()).counts)))
     mixture.num_shared_experts, mixture.num_routed_experts = 6, 6
     parts = Experts.find(model, text())
-    with parts.without({stack.path: [1, 2] for stack in parts.lists}):
+    with parts.without({path: [1, 2] for path in parts.counts}):
         assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
 
 
