@@ -12,7 +12,7 @@ from iobs.optimize.curvature.kinds import (
     DiagonalHessian,
     EmpiricalFisher,
     FullHessian,
-    ScaledIdentity,
+    gradient_step,
     largest_eigenvalue,
 )
 from iobs.optimize.curvature.models import QuadraticObjective
@@ -44,7 +44,7 @@ class _StoredIdentity:
     """H = I / step as a stored matrix."""
 
     def model(self, problem, theta, gradient):
-        curvature = 1.0 / ScaledIdentity().length(problem, theta)
+        curvature = 1.0 / gradient_step(problem, theta)
         return QuadraticObjective(curvature * np.eye(problem.dimension), curvature * theta - gradient)
 
 
@@ -57,7 +57,7 @@ def test_iht_is_the_scaled_identity_with_truncation(least_squares):
 def test_iht_step_is_one_over_the_largest_eigenvalue(least_squares):
     matrix = least_squares.hessian_block(np.zeros(D), np.arange(D))
     assert largest_eigenvalue(least_squares, np.zeros(D)) == pytest.approx(np.linalg.eigvalsh(matrix)[-1], rel=1e-10)
-    step = minimize(least_squares, 4, method=HardThresholding(ScaledIdentity(0.01)), max_steps=1, tol=0).theta
+    step = minimize(least_squares, 4, method=HardThresholding(0.01), max_steps=1, tol=0).theta
     expected = -0.01 * least_squares.value_and_gradient(np.zeros(D))[1]
     expected[np.argsort(-np.abs(expected))[4:]] = 0
     np.testing.assert_allclose(step, expected)

@@ -213,7 +213,7 @@ def test_blocks_that_the_class_cannot_lose_are_refused_before_the_refit(monkeypa
         Blocks, "_shorter_config", lambda self, gone: narrower(self, [0]) if 2 not in gone else object()
     )
     damages = iter([0.0, 1.0, 2.0, 0.0, 1.0])
-    monkeypatch.setattr("iobs.pruning.structured.parts._Damage", lambda *_: damages.__next__)
+    monkeypatch.setattr("iobs.pruning.structured.parts._damage_of", lambda *_: damages.__next__)
     monkeypatch.setattr("iobs.pruning.structured.parts.run", lambda *_, **__: pytest.fail("work was done"))
     monkeypatch.setattr(Blocks, "_can_lose", lambda *_: False)
     with pytest.raises(ModelError, match="cannot be built with 2 blocks"):

@@ -104,21 +104,6 @@ class SampledHessian:
 
 
 @dataclass(frozen=True)
-class ScaledIdentity:
-    """H = I / step: the curvature of iterative hard thresholding.
-
-    Attributes:
-        step: the step length; None is 1 / lambda_max(H(theta)).
-    """
-
-    step: float | None = None
-
-    def length(self, problem: Problem, theta: Array) -> float:
-        """The step length at theta."""
-        return 1.0 / largest_eigenvalue(problem.objective, theta) if self.step is None else self.step
-
-
-@dataclass(frozen=True)
 class DiagonalHessian:
     """H = the diagonal of the Hessian (Optimal Brain Damage)."""
 
@@ -164,6 +149,11 @@ def largest_eigenvalue(objective: Objective, theta: Array, *, tolerance: float =
     """The largest eigenvalue of the Hessian; see `largest_of_products`."""
     product = partial(objective.hessian_product, theta)
     return largest_of_products(product, objective.dimension, tolerance=tolerance)
+
+
+def gradient_step(problem: Problem, theta: Array, length: float | None = None) -> float:
+    """The step length of iterative hard thresholding, whose H is I / length; 1 / lambda_max(H(theta)) if not given."""
+    return 1.0 / largest_eigenvalue(problem.objective, theta) if length is None else length
 
 
 def largest_of_products(multiply: Callable[[Array], Array], d: int, *, tolerance: float = 1e-10) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.curvature.kinds import FullHessian, ScaledIdentity
+from iobs.optimize.curvature.kinds import FullHessian, gradient_step
 from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem
@@ -18,8 +18,6 @@ from iobs.optimize.refit.newton import Fit, newton_direction, refit
 class AcceleratedIHT(Method):
     """IHT with Nesterov's momentum, restarted whenever f rises (after Blumensath 2012)."""
 
-    curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
-
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """The memory is the previous iterate and the age of the momentum."""
         state = state_at(problem, theta)
@@ -29,7 +27,7 @@ class AcceleratedIHT(Method):
         """Extrapolate, take a gradient step, truncate; restart without momentum if f rises."""
         previous, age = state.memory
         ahead = state.theta + age / (age + 3) * (state.theta - previous)
-        length = self.curvature.length(problem, state.theta)
+        length = gradient_step(problem, state.theta)
         _, gradient = problem.objective.value_and_gradient(ahead)
         new = state_at(problem, problem.truncate(ahead - length * gradient), memory=(state.theta, age + 1))
         if age and new.value > state.value:
@@ -61,31 +59,25 @@ class NewtonIHT(Method):
 class HTP(Method):
     """Hard thresholding pursuit (Foucart 2011): the support of an IHT step, then a full refit."""
 
-    curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
-
     def step(self, problem: Problem, state: State) -> State:
         """Refit on the support of a truncated gradient step; done when the support repeats."""
-        length = self.curvature.length(problem, state.theta)
+        length = gradient_step(problem, state.theta)
         support = problem.top(np.abs(state.theta - length * state.gradient))
         return _fitted(problem, support, state)
 
 
 @dataclass(frozen=True)
 class FNHTP(Method):
-    """Fast Newton hard thresholding pursuit (Chen and Gu 2017): HTP with a few Newton steps in place of the refit."""
-
-    curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
-    newton_steps: int = 1
+    """Fast Newton hard thresholding pursuit (Chen and Gu 2017): HTP with a Newton step in place of the refit."""
 
     def step(self, problem: Problem, state: State) -> State:
-        """Take a truncated gradient step, then Newton steps on its support."""
-        length = self.curvature.length(problem, state.theta)
+        """Take a truncated gradient step, then a Newton step on its support."""
+        length = gradient_step(problem, state.theta)
         moved = state.theta - length * state.gradient
         theta = problem.truncate(moved)
         support = np.flatnonzero(theta)
-        for _ in range(self.newton_steps):
-            _, gradient = problem.objective.value_and_gradient(theta)
-            theta[support] += newton_direction(problem.objective.hessian_block(theta, support), gradient[support])
+        _, gradient = problem.objective.value_and_gradient(theta)
+        theta[support] += newton_direction(problem.objective.hessian_block(theta, support), gradient[support])
         return state_at(problem, theta)
 
 
@@ -129,12 +121,10 @@ class NHTP(Method):
 class CoSaMP(Method):
     """Compressive sampling matching pursuit (Needell and Tropp 2009): merge 2k, refit, keep k largest, refit again."""
 
-    merged: int = 2
-
     def step(self, problem: Problem, state: State) -> State:
         """Merge supports, refit, keep the k largest, refit; done when f stops falling."""
         slope = np.where(state.theta != 0, 0.0, np.abs(state.gradient))
-        wide = _merged(problem, state, slope, self.merged)
+        wide = _merged(problem, state, slope)
         return _fitted(problem, problem.top(np.abs(wide.theta)), state, wide.theta)
 
 
@@ -144,7 +134,7 @@ class GraSP(Method):
 
     def step(self, problem: Problem, state: State) -> State:
         """Merge supports, minimise on the merged support, truncate."""
-        wide = _merged(problem, state, np.abs(state.gradient), 2)
+        wide = _merged(problem, state, np.abs(state.gradient))
         return state_at(problem, problem.truncate(wide.theta))
 
 
@@ -187,9 +177,9 @@ def _fitted(problem: Problem, support: Indices, state: State, start: Array | Non
     return State(fit.theta, fit.value, fit.gradient, None, repeated or worse, False, message)
 
 
-def _merged(problem: Problem, state: State, slope: Array, times: int) -> Fit:
-    """The refit on the support and the `times` k steepest coordinates, no more than the rank of H allows."""
+def _merged(problem: Problem, state: State, slope: Array) -> Fit:
+    """The refit on the support and the 2 k steepest coordinates, no more than the rank of H allows."""
     objective = problem.objective
     spare = max(1, objective.rank - int(np.count_nonzero(state.theta)) - problem.forced.size)
-    steep = problem.top(slope, min(times * problem.size, spare))
+    steep = problem.top(slope, min(2 * problem.size, spare))
     return refit(objective, np.union1d(np.flatnonzero(state.theta), steep).astype(np.int64), state.theta)

@@ -12,8 +12,6 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, bounded, pursuits
-from iobs.optimize.search.auto import GLOBAL
-from iobs.optimize.search.pursuits import support_of
 from iobs.optimize.search.saddles import is_convex
 
 
@@ -61,40 +59,21 @@ class BestKnown(Method):
 
 
 @dataclass(frozen=True)
-class Exact(Method):
+class Exact(BestKnown):
     """The stages of the best known search, one per step, and a proof as the last step.
 
     An interruption (Ctrl+C) during the proof ends it; the message then has the gap.
-
-    Attributes:
-        gap: relative gap at which the proof ends.
-        seconds: time limit of the proof.
-        bounds: of all coordinates; None for none.
     """
-
-    gap: float = 0.0
-    seconds: float = math.inf
-    bounds: Bounds | None = None
-
-    @property
-    def _search(self) -> BestKnown:
-        return BestKnown(bounds=self.bounds)
-
-    def begin(self, problem: Problem, theta: Array | None) -> State:
-        """Start of the best known search."""
-        return self._search.begin(problem, theta)
 
     def step(self, problem: Problem, state: State) -> State:
         """Run the next stage, or the proof if there is none."""
-        new = self._search.step(problem, state)
-        if not new.done or new.message == GLOBAL:
+        new = super().step(problem, state)
+        if not new.done or new.message == auto.GLOBAL:
             return new
-        fit = Fit(support_of(problem, new.theta), new.theta, new.value, new.gradient)
+        fit = Fit(pursuits.support_of(problem, new.theta), new.theta, new.value, new.gradient)
         features = problem.objective.split(new.theta)[0].size
         lower = None if self.bounds is None else self.bounds.lower[:features]
         upper = None if self.bounds is None else self.bounds.upper[:features]
-        proof = certify(
-            problem.objective, problem.k, fit=fit, gap=self.gap, seconds=self.seconds, lower=lower, upper=upper
-        )
+        proof = certify(problem.objective, problem.k, fit=fit, gap=0.0, seconds=math.inf, lower=lower, upper=upper)
         best = proof.fit
         return replace(new, theta=best.theta, value=best.value, gradient=best.gradient, message=proof.message)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from iobs.optimize.curvature.kinds import ScaledIdentity, largest_eigenvalue, largest_of_products
+from iobs.optimize.curvature.kinds import gradient_step, largest_eigenvalue, largest_of_products
 from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Booleans
 from iobs.optimize.objectives.linear import LinearModel
@@ -24,22 +24,22 @@ class HardThresholding(Method):
     """theta_{t+1} = T_k(theta_t - eta g_t): k-IHT, or stochastic IHT with a batch (paper, Lemma 1).
 
     Attributes:
-        curvature: the scaled identity that gives eta.
+        length: eta; None is 1 / lambda_max(H(theta_t)).
         batch: number of samples for a gradient estimate; None uses all samples.
     """
 
-    curvature: ScaledIdentity = field(default_factory=ScaledIdentity)
+    length: float | None = None
     batch: int | None = None
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """Start from zero; the step length of a quadratic is computed once."""
         state = state_at(problem, theta)
-        length = self.curvature.length(problem, state.theta) if problem.objective.quadratic else None
+        length = gradient_step(problem, state.theta, self.length) if problem.objective.quadratic else None
         return State(state.theta, state.value, state.gradient, length)
 
     def step(self, problem: Problem, state: State) -> State:
         """Take one gradient step and truncate."""
-        length = self.curvature.length(problem, state.theta) if state.memory is None else state.memory
+        length = gradient_step(problem, state.theta, self.length) if state.memory is None else state.memory
         gradient = sampled_gradient(problem, state, self.batch)
         theta = problem.truncate(state.theta - length * gradient)
         return state_at(problem, theta, memory=state.memory, busy=self.batch is not None)

@@ -81,12 +81,10 @@ class RegularisedNewton(Method):
     Attributes:
         rule: mu = sigma sqrt(norm(g_Q)) for "gradient", mu = sigma norm(step) for "cubic".
         solver: minimises a damped model; by default `BestSupport` with exact swaps.
-        final_swaps: once the iterates stop, make exchanges that lower f, so that the solution is 1-swap optimal.
     """
 
     rule: Literal["gradient", "cubic"] = "gradient"
     solver: BestSupport = field(default_factory=lambda: BestSupport(greedy_limit=0))
-    final_swaps: bool = True
 
     def begin(self, problem: Problem, theta: Array | None) -> State:
         """Truncate a dense start; pull it towards zero where f overflows. The memory is sigma."""
@@ -121,11 +119,12 @@ class RegularisedNewton(Method):
         return float(np.sqrt(np.linalg.norm(inside))) if self.rule == "gradient" else 1.0
 
     def _settled(self, problem: Problem, state: State) -> State:
-        """The state once no damping gives descent: exchange coordinates if that lowers f, else stop."""
+        """The state once no damping gives descent: exchange coordinates if that lowers f, else stop.
+
+        So the solution is 1-swap optimal.
+        """
         support = np.union1d(np.flatnonzero(state.theta), problem.forced).astype(np.int64)
-        fit = refit(problem.objective, support, state.theta)
-        if self.final_swaps:
-            fit = Swapper(problem).improve(fit)
+        fit = Swapper(problem).improve(refit(problem.objective, support, state.theta))
         if fit.value < state.value - 1e-12 * abs(state.value):
             return State(fit.theta, fit.value, fit.gradient, 0.0, False, True, "exchange")
         return State(state.theta, state.value, state.gradient, 0.0, True, False, "fixed point: no damped step lowers f")

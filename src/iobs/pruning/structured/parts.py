@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -659,7 +660,7 @@ class PartRemoval:
             LayerSelectionError: no layer could repair their absence.
         """
         self.dense = self.store.beside = frozen_copy(self.model, Samples.of(self.data))
-        self.removed = self.parts.choose(self.keep, _Damage(self.model, self.dense, self.data))
+        self.removed = self.parts.choose(self.keep, _damage_of(self.model, self.dense, self.data))
         for path, gone in self.removed.items():
             self.callbacks.on_note(f"Removed {self.parts.kind} of {path or 'the model'}: {', '.join(map(str, gone))}.")
         with self.parts.without(self.removed):
@@ -669,7 +670,7 @@ class PartRemoval:
 
     def foretell(self) -> float:
         """Seconds of a run after the search for parts, on this machine."""
-        damage = _Damage(self.model, self.model, self.data)
+        damage = _damage_of(self.model, self.model, self.data)
         seconds, removed = self.parts.foretold_choice(self.keep, damage)
         with self.parts.likely(removed):
             solving, _ = self._refit(removed)
@@ -747,18 +748,11 @@ class PartRemoval:
         return [record.name for record in report.layers]
 
 
-class _Damage:
-    """KL divergence of softened outputs from those of the dense model, on calibration samples."""
-
-    def __init__(self, model: nn.Module, dense: nn.Module, data: list[Batch]) -> None:
-        self.model = model
-        with torch.no_grad():
-            self.answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS))
-        self.loss = softened(temperature_of(self.answers))
-
-    @torch.no_grad()
-    def __call__(self) -> float:
-        return damage(self.model, self.answers, self.loss)
+@torch.no_grad()
+def _damage_of(model: nn.Module, dense: nn.Module, data: list[Batch]) -> Callable[[], float]:
+    """The KL divergence of softened outputs of a model from those of the dense model, on calibration samples."""
+    answers = answered(dense, Samples.of(data).first(PROBE, PROBE_TOKENS))
+    return torch.no_grad()(partial(damage, model, answers, softened(temperature_of(answers))))
 
 
 @torch.no_grad()
