@@ -335,7 +335,7 @@ def _spread(of_rows: Tensor, step: int) -> Tensor:
 def _damages_of_rows(gram: Gram, change: Tensor, prices: Tensor | None) -> Tensor:
     """The price of a change (rows, columns) of each row, (rows,) float64; without prices its squared output error."""
     errors = gram.energies(change)
-    return errors if prices is None else errors * prices.to(errors)
+    return errors if prices is None else errors * prices.to(errors.device, errors.dtype)
 
 
 @contextmanager
