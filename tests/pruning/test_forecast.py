@@ -182,7 +182,7 @@ def _measured(model, pattern):
     selection = selected_for(store, iobs.Unstructured(pattern), None, None, recipe.depthwise)
     _, request = requested(model, recipe, iobs.Unstructured(pattern), selection, 0.0, 0, None)
     foresight = Foresight.of(store, request, data)
-    return foresight.work, foresight.prices
+    return foresight.workload, foresight.prices
 
 
 def test_forecast_of_units_counts_the_effects_of_widths():

@@ -36,7 +36,7 @@ class Foresight:
         data: the given calibration samples.
         fit: those that are not held out.
         chain: blocks along which the model can be run, possibly none.
-        work: sizes of the run with the given samples.
+        workload: sizes of the run with the given samples.
         prices: of this machine.
     """
 
