@@ -160,6 +160,18 @@ def test_prune_to_a_grid_passes_inspect(run, tmp_path, options, pattern):
 
 
 @pytest.mark.usefixtures("small_embedded")
+def test_prune_to_zeros_and_bits_a_weight(run, tmp_path):
+    out = tmp_path / "out"
+    run("prune", "-o", out, "--pattern", "2:4", "--bits-per-weight", "3.4", "--recipe", "one-shot", *QUICK)
+    report = read_report(out / "report.json")
+    assert all(2 * row.zeros >= row.weights for row in report.audit)
+    assert 3.3 < report.bits_per_weight <= 3.6  # sides of small matrices
+    run("inspect", out, "--pattern", "2:4+rate:3.6")
+    run("prune", "-o", tmp_path / "again", "--recipe", out / "recipe.yaml")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.usefixtures("small_embedded")
 def test_prune_to_bits_a_weight(run, tmp_path):
     out = tmp_path / "out"
     shown = run("prune", "-o", out, "--bits-per-weight", "3.4", "--recipe", "one-shot", *QUICK).output

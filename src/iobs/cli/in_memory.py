@@ -217,7 +217,7 @@ def _show_report(report: Report, output: Path, model: str, as_json: bool, packed
         by_code = not (output / "config.json").is_file()  # code of the user builds the network
         readers = "iobs.load and iobs bench" if by_code else "transformers, iobs run and iobs bench"
         out.print(f"Its weights are {size / 1e6:.2f} MB, packed: {readers} read them.")
-    elif "rate:" in str(report.settings.get("pattern", "")):
+    elif "rate" in str(report.settings.get("pattern", "")):  # alone, or beside zeros
         folder = shlex.quote(str(output))
         out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
     beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""

@@ -17,7 +17,7 @@ from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import is_rounded, solver_for
-from iobs.pruning.layerwise.patterns import patterns_of_groups
+from iobs.pruning.layerwise.patterns import patterns_of_groups, share_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings, NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -27,6 +27,7 @@ from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
+_READABLE = 64  # nonzero integers of each row and column from which the factors of rows can be read back from weights
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 
 
@@ -185,6 +186,9 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
     competing = competing or isinstance(task.pattern, Rate)
     if task.importance is None or not competing or task.settings.reads_weights_only:
+        return None
+    kept = 1 - share_of(task.pattern, task.layer)
+    if isinstance(task.pattern, Rate) and kept < 1 and kept * min(task.layer.shape) < _READABLE:
         return None
     scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.

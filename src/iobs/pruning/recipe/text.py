@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from iobs.core.files import expanded
-from iobs.core.patterns import Grid, Pattern, SparseGrid, Unstructured, as_pattern, share
-from iobs.errors import PatternError, ProblemError
+from iobs.core.patterns import Grid, Pattern, Rate, SparseGrid, Unstructured, as_pattern, share
+from iobs.errors import PatternError, ProblemError, is_a
 from iobs.pruning.recipe.parts import NETWORK_SOLVERS, Allocation, BlockFit, FineTune, Rounds, Rule, as_allocation
 from iobs.pruning.report import JsonObject
 from iobs.solvers import REFINEMENTS, SOLVERS
@@ -283,6 +283,8 @@ def plain_pattern(pattern: Pattern) -> float | str | JsonObject:
     if isinstance(pattern, SparseGrid):
         entries = plain_pattern(pattern.pattern)
         return {"entries": entries, "grid": str(pattern.grid)}
+    if isinstance(pattern, Rate) and pattern.zeros is not None:
+        return {"entries": plain_pattern(pattern.zeros), "rate": float(pattern.bits)}
     if not isinstance(pattern, Unstructured):
         text = str(pattern)
         with suppress(PatternError):
@@ -301,6 +303,11 @@ def parse_pattern(value: float | str | Mapping[str, object]) -> Any:
         if not isinstance(grid, Grid) or not isinstance(entries, (float, str, Mapping)) or len(value) > 2:
             raise ProblemError(f"A pattern on a grid is {{entries: 0.5, grid: int4/128}}, got {dict(value)!r}.")
         return parse_pattern(entries) & grid
+    if isinstance(value, Mapping) and "rate" in value:
+        bits, entries = value["rate"], value.get("entries")
+        if not is_a(Real, bits) or not isinstance(entries, (float, str, Mapping)) or len(value) > 2:
+            raise ProblemError(f"Zeros and a rate are {{entries: 0.5, rate: 3.0}}, got {dict(value)!r}.")
+        return parse_pattern(entries) & Rate(bits)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
         return _build(Unstructured, value, "pattern")
     return as_pattern(value)
