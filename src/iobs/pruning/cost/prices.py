@@ -358,7 +358,7 @@ class TrialSolve:
         """A Gram with a few strong directions, of which some are far stronger, as inputs of real layers have."""
         decay = (_STRONG / torch.arange(1.0, _STRONG + 1)).sqrt().to(self._device)
         strong = self._draw(_STRONG, columns) * decay[:, None]
-        product = strong.T @ strong / _STRONG + 0.1 * torch.eye(columns, device=self._device)
+        product = strong.T @ strong / _STRONG + 0.03 * torch.eye(columns, device=self._device)
         product = product[None] if columns >= WIDE else product.double()[None]
         return Gram(product, product.clone() if pairs else None, product.clone() if pairs else None, count=columns)
 

@@ -49,7 +49,8 @@ _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of
 _SAMPLED = 3.0  # a window that is sampled token by token
 _GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
 _STEP_CALL = 0.0035  # seconds of a gradient step of the whole network besides its passes: samples, copies, update
-_UNFOLDED = 250  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
+_FRAGMENTS = 2  # samples that judge lie in all batches, a few in each: passes of one take so much longer
+_UNFOLDED = 400  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
 _DAY = 24 * 3600  # seconds of solves that deserve a warning
 _MASTER_BYTES = 19  # of a weight in a step of the whole network: masters and masks, there and back
 
@@ -439,7 +440,8 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
     judges = min(trials, PROBE, _judges(workload)) if workload.length == 1 and trials >= LEAST_TRIAL else 0
     probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
-    seconds = prices.forward * workload.length * (_FISHER_PASSES * probe + judges * (workload.sites * levels + 1))
+    passes = _FISHER_PASSES * probe + _FRAGMENTS * judges * (workload.sites * levels + 1)
+    seconds = prices.forward * workload.length * passes
     seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
     for layer in workload.layers:
         seconds += _gram_seconds(workload, prices, layer, 1, share * workload.positions)
