@@ -206,6 +206,15 @@ def test_bits_are_given_once(run, tmp_path):
     ).output.replace("\n", " ")
 
 
+@pytest.mark.usefixtures("small_embedded")
+def test_dry_run_of_a_network_solver_shows_no_time_of_zero(run):
+    shown = run("prune", "--dry-run", "--solver", "woodfisher", *QUICK).output
+    assert "The time of this solver is not foretold" in shown
+    assert "Predicted time" not in shown
+    plan = run("prune", "--dry-run", "--solver", "woodfisher", "--json", *QUICK).stdout
+    assert json.loads(plan)["seconds"] is None
+
+
 def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = run("prune", "--dry-run", *SMALL).output

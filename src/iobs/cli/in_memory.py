@@ -254,7 +254,8 @@ def show_layers(
         dense = {name: str(reason) for name, reason in skipped.items()}
         blocks: dict[str, object] = {} if plan is None else {"plan": asdict(plan)}
         if foreseen is not None:
-            blocks |= {"seconds": foreseen.forecast.seconds, "phases": foreseen.forecast.phases}
+            seconds = foreseen.forecast.seconds if foreseen.forecast.parts else None
+            blocks |= {"seconds": seconds, "phases": foreseen.forecast.phases}
             blocks |= {"peaks": foreseen.peaks} if foreseen.peaks else {}
             blocks |= {"form": foreseen.form} if foreseen.form else {}
         result = {"pattern": str(pattern), "layers": layers, "dense": dense, "about": about}
@@ -277,7 +278,10 @@ def show_layers(
         if foreseen.form:
             out.print(foreseen.form)
         show_peak(foreseen.peaks, out.print)
-        show_time(foreseen.forecast.seconds, foreseen.forecast.phases, out.print)
+        if foreseen.forecast.parts:
+            show_time(foreseen.forecast.seconds, foreseen.forecast.phases, out.print)
+        else:  # solvers of whole networks, whose work is not counted
+            console.say("The time of this solver is not foretold.")
     if about:
         console.say(about)
 
