@@ -46,7 +46,7 @@ def test_console_prints_names_verbatim(run, tmp_path, capsys):
     ("of", "name"),
     [
         *((of, "output") for of in ("prune", "compare", "demo", "pack", "solve")),
-        *(("solve", "plot"), ("evaluate", "questions")),
+        ("solve", "plot"),
     ],
 )
 def test_options_of_files_expand_the_home_folder(of, name, tmp_path, monkeypatch):

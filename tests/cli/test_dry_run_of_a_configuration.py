@@ -50,6 +50,7 @@ def test_streams_option_places_the_hidden_states(run, small_embedded, place, sho
 
 
 def test_streams_option_is_checked_before_the_model_is_read(run, tmp_path):
+    (tmp_path / "config.json").write_text("no configuration", encoding="utf8")
     refused = run("prune", tmp_path, "-o", tmp_path / "out", "--streams", "disk", "--device", "cpu", code=2)
     told = " ".join(refused.output.replace("│", " ").split())
     assert "only with --low-memory, or on a GPU that is too small" in told

@@ -19,7 +19,7 @@ OF_TWO_DECODER_BLOCKS = re.compile(r"model\.layers\.0|OffloadedStore")
 # Pages that begin with a pruned model.
 OF_A_PRUNED_MODEL = {"own-models.md"}
 # Pages whose calls docs/pruning.md has too: a budget of bits takes seconds even on one decoder block.
-SLOW = {"docs/howto/zeros-or-bits.md"}
+SLOW = {"docs/howto/risk-scores.md", "docs/howto/zeros-or-bits.md"}
 
 
 def test_blocks_name_a_known_language_or_a_directive():
