@@ -78,6 +78,8 @@ def test_wrong_patterns_and_solvers_are_refused():
     for zeros in (iobs.Grid(4), iobs.Structured(0.3), iobs.Unstructured(0.5) & iobs.Rate(3.0)):
         with pytest.raises(PatternError):
             zeros & iobs.Rate(3.0)
+    with pytest.raises(PatternError, match="takes no zeros besides"):
+        iobs.NM(2, 4) & iobs.Budget(megabytes=3)
 
 
 @pytest.mark.parametrize("zeros", [iobs.Unstructured(0.5), iobs.NM(2, 4)])

@@ -57,6 +57,11 @@ class PatternOptions:
         if self.pattern is not None and self.sparsity is not None:
             raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
         text = self.pattern if self.pattern is not None else self.sparsity
+        for name in ("of", "runtime", "units"):
+            value = getattr(self, name)
+            if value is not None and not (text or "").startswith("structured"):
+                raise typer.BadParameter("it belongs to --pattern structured:SHARE", param_hint=f"--{name}")
+            text = text if value is None else f"{text},{name}={value}"
         sizes = {"--bits-per-weight": self.bits_per_weight, "--megabytes": self.megabytes}
         for option, size in sizes.items():
             if size is None:
@@ -70,11 +75,6 @@ class PatternOptions:
                 )
             rate = Rate(size) if option == "--bits-per-weight" else Budget(megabytes=size)
             return rate if text is None else parse(f"{text}+{rate}")
-        for name in ("of", "runtime", "units"):
-            value = getattr(self, name)
-            if value is not None and not (text or "").startswith("structured"):
-                raise typer.BadParameter("it belongs to --pattern structured:SHARE", param_hint=f"--{name}")
-            text = text if value is None else f"{text},{name}={value}"
         pattern = None if text is None else parse(text)
         if self.bits is None:
             return pattern

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -273,6 +273,13 @@ class Budget:
                 f"bits_per_weight={self.bits_per_weight!r} and megabytes={self.megabytes!r}."
             )
 
+    def __and__(self, pattern: object) -> NoReturn:
+        raise PatternError(
+            f"{self} divides bits and takes no zeros besides: give {pattern} & iobs.Rate(3.0), or a rule for layers."
+        )
+
+    __rand__ = __and__
+
     def bits(self, parameters: int) -> float:
         """Bits of the file of a network with this number of parameters."""
         return 8e6 * self.megabytes if self.bits_per_weight is None else self.bits_per_weight * parameters  # type: ignore[operator]
@@ -313,7 +320,7 @@ def parse(text: str) -> Pattern:
         PatternError: the text is not a pattern.
     """
     zeros, is_rate, bits = text.rpartition("rate:")
-    if is_rate:
+    if is_rate and (not zeros or zeros.endswith("+")):
         rate = Rate(_number(bits, text))
         return rate & parse(zeros.removesuffix("+")) if zeros else rate  # type: ignore[operator]
     if text.startswith("budget:"):

@@ -65,6 +65,8 @@ def rank_correlation(model: LoadedModel, source: PairSource, batch: int = 32) ->
 def _pools_first(directory: Path) -> bool:
     """True if a folder of sentence-transformers takes the state of the first token for the embedding."""
     try:
-        return bool(json.loads((directory / "1_Pooling" / "config.json").read_text(encoding="utf8"))["pooling_mode_cls_token"])
+        return bool(
+            json.loads((directory / "1_Pooling" / "config.json").read_text(encoding="utf8"))["pooling_mode_cls_token"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -458,7 +458,7 @@ def _note_lost_zeros(workspace: Workspace) -> None:
         if workspace.request.sites.sites:
             advice = "Remove units first, and prune entries afterwards."
         elif isinstance(pattern, Rate):
-            advice = "A rate keeps no zeros of an earlier run."
+            advice = f"{'A rate' if pattern.zeros is None else pattern} keeps no zeros of an earlier run."
         elif is_rounded([pattern]):
             advice = "Ask for the zeros and the grid in one run."
         workspace.callbacks.on_note(f"{lost:,} of the {zeros:,} zeros that the matrices had hold values now. {advice}")

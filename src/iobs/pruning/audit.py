@@ -25,6 +25,7 @@ from iobs.pruning.report import AuditRow
 _SLACK, _SIDE_BITS = 1.01, 400  # integers that are read back may have a longer code; by so many bits of a matrix
 _CHANGED = "The layer was pruned to another pattern, or changed since."
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
+_MASKED_SHARE = 0.9  # of the zeros of a rate, from which a matrix of integers counts as pruned to it
 
 # Name, weights (rows, columns), and the positions of the kernel that it may have (`check`).
 Matrix: TypeAlias = tuple[str, Tensor, tuple[int, ...]]
@@ -104,7 +105,7 @@ def _within(rate: Rate, matrices: Iterator[Matrix], layers: Collection[str] | No
         row = counted(name, matrix)
         if layers is None or name in layers:
             row.bits = coded_bits(matrix)
-            if row.bits is not None:
+            if row.bits is not None and rate.zeros and (layers is not None or _has_mask(row, rate)):
                 check(name, matrix, rate, kernels)
                 row.asked = asked_zeros(rate, row.shape)
         if row.bits is None and layers is not None and name in layers:
@@ -149,6 +150,17 @@ def _is_pruned(row: AuditRow, matrix: Tensor, pattern: Pattern) -> bool:
         return row.sparsity >= _PRUNED_SHARE * asked_zeros(pattern, row.shape) / row.weights
     except PatternError:  # raised again by `check` if the layer counts as pruned
         return row.sparsity >= 0.5
+
+
+def _has_mask(row: AuditRow, rate: Rate) -> bool:
+    """True if a matrix of integers has about the zeros of a rate.
+
+    Others may be dense and integers by chance, as small ones of 16 bits are, or have a rate alone by a rule.
+    """
+    try:
+        return row.zeros >= _MASKED_SHARE * asked_zeros(rate, row.shape)
+    except PatternError:
+        return False
 
 
 def counted(name: str, matrix: Tensor, asked: int = 0) -> AuditRow:

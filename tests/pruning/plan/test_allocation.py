@@ -133,8 +133,8 @@ def test_curves_of_like_layers_have_the_shape_of_a_few(monkeypatch):
         found.append(report.allocation)
     assert solves.count(5) == 4  # and one level of each other layer, besides the trials
     complete, shaped = found
-    for one, other in zip(complete[::3], shaped[::3], strict=True):
-        assert one.effects == other.effects
+    for place in (0, 4, 7, 11):
+        assert complete[place].effects == shaped[place].effects
 
     def damage(division):
         """The damage of a division under the complete curves."""
@@ -144,6 +144,26 @@ def test_curves_of_like_layers_have_the_shape_of_a_few(monkeypatch):
 
     assert shaped != complete
     assert damage(shaped) < 1.1 * damage(complete)
+
+
+def test_layers_that_are_partly_sparse_have_the_points_within_their_own_entries():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(12)])
+    with torch.no_grad():
+        for place in (1, 5, 9):
+            model[place][0].weight.mul_(torch.rand(24, 24) < 0.2)
+    report = iobs.prune(model, [torch.randn(100, 24)], 0.5, "one-shot", allocation="fisher")
+    for layer in report.allocation:
+        assert sorted(layer.sparsities, reverse=True) == layer.sparsities
+
+
+def test_roles_with_a_number_are_other_kinds():
+    layers = [Layer(f"blocks.{block}.conv{role}", (4, 4)) for block in range(9) for role in (1, 2)]
+    whole = curves.with_whole_curves(layers)
+    assert {layer.name[-1] for layer in whole} == {"1", "2"}
+    assert len(whole) == 16
+    stack = [Layer(f"blocks.{block}.experts.{expert}", (4, 4)) for block in range(32) for expert in range(8)]
+    assert len({layer.name[-1] for layer in curves.with_whole_curves(stack)}) > 3
 
 
 def test_damages_get_the_missing_points_of_like_layers():

@@ -127,6 +127,16 @@ def test_networks_have_zeros_and_bits(zeros, recipe, tmp_path):
         iobs.audit(model, pattern, [row.name for row in report.audit])
 
 
+def test_an_audit_passes_over_integers_without_a_mask():
+    """Small dense matrices of 16 bits are integers by chance, and a rule gives one a rate alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 2)).bfloat16()
+    data, pattern = [torch.randn(256, 32).bfloat16()], iobs.NM(2, 4) & Rate(BITS)
+    iobs.prune(model, data, pattern, "one-shot", rules=[iobs.Rule("2", pattern="rate:3")], ignore=["4"])
+    asked = {row.name: row.asked for row in iobs.audit(model, pattern)}
+    assert asked == {"0": 16 * 96, "2": 0, "4": 0}
+
+
 def test_zeros_and_bits_of_convolutions_lie_along_input_channels():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1))

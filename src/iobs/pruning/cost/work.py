@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from iobs.core.patterns import Pattern, Unstructured
+from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
@@ -413,7 +413,8 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
                 solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
-        pieces["allocation"] += solves + grams + passes
+        # Bits are divided by the spreads of layers alone, without solves.
+        pieces["allocation"] += (0.0 if isinstance(pattern, Rate) else solves) + grams + passes
     mean = pieces["allocation"] / len(workload.layers)
     parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
     judges = min(PROBE, PROBE_TOKENS / workload.length, _judges(workload))

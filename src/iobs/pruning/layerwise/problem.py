@@ -188,8 +188,10 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
     kept = 1 - share_of(task.pattern, task.layer)
-    if isinstance(task.pattern, Rate) and kept < 1 and kept * min(task.layer.shape) < _READABLE:
-        return None
+    if isinstance(task.pattern, Rate) and kept < 1:
+        nonzero = min(kept, task.pattern.bits / 3)  # about; at low rates most of the kept integers are zero
+        if nonzero * min(task.layer.shape) < _READABLE:
+            return None
     scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.
     return 1 / short(1 / scale, factor_bits(task.stored)) if isinstance(task.pattern, Rate) else scale

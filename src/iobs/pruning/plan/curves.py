@@ -98,7 +98,7 @@ class Damages:
         for curve in curves:
             for keep, value in curve.items() if curve.get(measured) else ():
                 ratios.setdefault(keep, []).append(value / curve[measured])
-        points = [(keep, damage * median(values)) for keep, values in ratios.items()]
+        points = [(keep, min(damage * median(values), self.energy)) for keep, values in sorted(ratios.items())]
         return replace(self, points=points or self.points)
 
     def curve(self) -> Curve:
@@ -166,7 +166,14 @@ def with_whole_curves(layers: Sequence[Layer]) -> list[Layer]:
     kinds: dict[tuple[str, tuple[int, int]], list[Layer]] = {}
     for layer in layers:
         kinds.setdefault(_kind(layer), []).append(layer)
-    return [layer for like in kinds.values() for layer in like[:: math.ceil(len(like) / WHOLE_CURVES)]]
+    return [layer for like in kinds.values() for layer in _evenly(like, WHOLE_CURVES)]
+
+
+def _evenly(layers: Sequence[Layer], count: int) -> list[Layer]:
+    """At most `count` layers, the first and the last among them; no step that parts of a block could share."""
+    if len(layers) <= count:
+        return [*layers]
+    return [layers[round(place * (len(layers) - 1) / (count - 1))] for place in range(count)]
 
 
 def recipe_of_curves(recipe: Recipe) -> Recipe:
@@ -202,10 +209,11 @@ class CurveSweep:
         """
         damages = dict(self._measured())
         curves: dict[Layer, LayerCurve] = {}
+        complete = {layer for layer, entry in damages.items() if entry.full >= _NEARLY_DENSE * layer.weights}
         for layer, entry in damages.items():
-            if len(entry.points) == 1 and layer not in self._whole:
-                like = [damages[other] for other in self._whole if _kind(other) == _kind(layer) and other in damages]
-                entry = entry.shaped(like)
+            if len(entry.points) == 1 and layer in complete and layer not in self._whole:
+                like = [other for other in self._whole if _kind(other) == _kind(layer) and other in complete]
+                entry = entry.shaped([damages[other] for other in like])
             curves[layer] = LayerCurve(entry.curve(), entry.priced)
         energies = [curve.curve.energy for curve in curves.values() if curve.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
@@ -321,7 +329,7 @@ def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
 
 def _kind(layer: Layer) -> tuple[str, tuple[int, int]]:
     """The name without the numbers of blocks, and the shape; layers that share them have curves of like shape."""
-    return re.sub(r"\d+", "*", layer.name), layer.shape
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name), layer.shape
 
 
 def _spread(of_rows: Tensor, step: int) -> Tensor:

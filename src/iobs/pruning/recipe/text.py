@@ -305,7 +305,7 @@ def parse_pattern(value: float | str | Mapping[str, object]) -> Any:
         return parse_pattern(entries) & grid
     if isinstance(value, Mapping) and "rate" in value:
         bits, entries = value["rate"], value.get("entries")
-        if not is_a(Real, bits) or not isinstance(entries, (float, str, Mapping)) or len(value) > 2:
+        if not is_a(Real, bits) or not isinstance(entries, (int, float, str, Mapping)) or len(value) > 2:
             raise ProblemError(f"Zeros and a rate are {{entries: 0.5, rate: 3.0}}, got {dict(value)!r}.")
         return parse_pattern(entries) & Rate(bits)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
