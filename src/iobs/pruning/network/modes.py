@@ -252,7 +252,7 @@ def replaced_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., obje
 def _set_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
     """Set the forward of an instance; None: that of its class."""
     if forward is None:
-        del module.forward
+        vars(module).pop("forward", None)  # a signal may end the context before it was set
     else:
         module.forward = forward
 
