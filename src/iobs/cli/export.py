@@ -18,7 +18,13 @@ from iobs.core.outputs import beside, holds, names_to_replace
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", callback=options.existing_model)],
     to: Annotated[
-        str, typer.Option(metavar="|".join(FORMATS), autocompletion=options.complete([*FORMATS]), show_default=False)
+        str,
+        typer.Option(
+            metavar="|".join(FORMATS),
+            autocompletion=options.complete([*FORMATS]),
+            callback=options.one_of([*FORMATS]),
+            show_default=False,
+        ),
     ],
     bits: int | None = None,
     output: options.Output = None,
@@ -43,8 +49,6 @@ def export(
         iobs export OUT --to compressed-tensors --bits 4  # a directory for transformers and vLLM
         iobs export OUT --to openvino --shape 3,224,224  # a graph for OpenVINO, of your own network for images
     """
-    if to not in FORMATS:
-        raise typer.BadParameter(f"{to!r} is not one of {', '.join(FORMATS)}", param_hint="--to")
     if bits is not None and bits not in FORMATS[to].bits:
         choices = ", ".join(map(str, FORMATS[to].bits))
         raise typer.BadParameter(f"{to} holds {choices} bits, not {bits}", param_hint="--bits")

@@ -188,10 +188,7 @@ class SparseGrid:
     grid: Grid
 
     def __post_init__(self) -> None:
-        if isinstance(self.pattern, Structured):
-            raise self.pattern.alone(self.grid)
-        if not isinstance(self.pattern, (Unstructured, NM)):
-            raise PatternError(f"A grid combines with one Unstructured or NM, got {self.pattern!r}.")
+        _require_entries(self.pattern, self.grid, "A grid")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """Partition of the pattern."""
@@ -222,10 +219,8 @@ class Rate:
     def __post_init__(self) -> None:
         if not is_a(Real, self.bits) or not 0 < self.bits <= _MOST_BITS:
             raise PatternError(f"A rate has more than 0 and at most {_MOST_BITS} bits a weight, got {self.bits!r}.")
-        if isinstance(self.zeros, Structured):
-            raise self.zeros.alone(Rate(self.bits))
-        if not isinstance(self.zeros, (Unstructured, NM, type(None))):
-            raise PatternError(f"A rate combines with one Unstructured or NM, got {self.zeros!r}.")
+        if self.zeros is not None:
+            _require_entries(self.zeros, Rate(self.bits), "A rate")
 
     def groups(self, shape: tuple[int, int]) -> Partition:
         """Partition of the zeros; one group that keeps all entries without them."""
@@ -290,6 +285,14 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{self.megabytes:.12g}MB" if self.bits_per_weight is None else f"budget:{self.bits_per_weight:.12g}"
+
+
+def _require_entries(pattern: object, values: Grid | Rate, kind: str) -> None:
+    """Raise PatternError unless a pattern is one whose entries may have these values; `kind` begins the message."""
+    if isinstance(pattern, Structured):
+        raise pattern.alone(values)
+    if not isinstance(pattern, (Unstructured, NM)):
+        raise PatternError(f"{kind} combines with one Unstructured or NM, got {pattern!r}.")
 
 
 def require_pattern(pattern: object) -> None:

@@ -111,8 +111,7 @@ def require_table(file: Path) -> None:
     Raises:
         DataError: it does not.
     """
-    if not file.is_file():
-        raise DataError(f"There is no file {file}; give a .csv, .parquet or .npz file.")
+    _require_file(file, "a .csv, .parquet or .npz file")
 
 
 def require_questions(file: Path) -> None:
@@ -121,8 +120,12 @@ def require_questions(file: Path) -> None:
     Raises:
         DataError: it does not.
     """
+    _require_file(file, "questions as .jsonl or .jsonl.gz")
+
+
+def _require_file(file: Path, kinds: str) -> None:
     if not file.is_file():
-        raise DataError(f"There is no file {file}; give questions as .jsonl or .jsonl.gz.")
+        raise DataError(f"There is no file {file}; give {kinds}.")
 
 
 def require_written(directory: Path) -> None:

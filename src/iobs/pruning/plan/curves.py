@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
@@ -163,10 +163,7 @@ def row_step(rows: int, groups: int) -> int:
 
 def with_whole_curves(layers: Sequence[Layer]) -> list[Layer]:
     """The layers that are measured at all densities: all of a few like ones, evenly spread ones of many."""
-    kinds: dict[tuple[str, tuple[int, int]], list[Layer]] = {}
-    for layer in layers:
-        kinds.setdefault(_kind(layer), []).append(layer)
-    return [layer for like in kinds.values() for layer in _evenly(like, WHOLE_CURVES)]
+    return [layer for like in _by_kind(layers).values() for layer in _evenly(like, WHOLE_CURVES)]
 
 
 def _evenly(layers: Sequence[Layer], count: int) -> list[Layer]:
@@ -209,11 +206,11 @@ class CurveSweep:
         """
         damages = dict(self._measured())
         curves: dict[Layer, LayerCurve] = {}
-        complete = {layer for layer, entry in damages.items() if entry.full >= _NEARLY_DENSE * layer.weights}
+        whole = [layer for layer in self._whole if layer in damages and _is_dense(layer, damages[layer].full)]
+        like = {kind: [damages[layer] for layer in layers] for kind, layers in _by_kind(whole).items()}
         for layer, entry in damages.items():
-            if len(entry.points) == 1 and layer in complete and layer not in self._whole:
-                like = [other for other in self._whole if _kind(other) == _kind(layer) and other in complete]
-                entry = entry.shaped([damages[other] for other in like])
+            if len(entry.points) == 1 and _is_dense(layer, entry.full) and layer not in self._whole:
+                entry = entry.shaped(like.get(_kind(layer), []))
             curves[layer] = LayerCurve(entry.curve(), entry.priced)
         energies = [curve.curve.energy for curve in curves.values() if curve.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
@@ -264,7 +261,7 @@ class CurveSweep:
         gram = statistics.heldout or statistics.calibration
         prices = fisher.price(layer, gram)
         full = int(torch.count_nonzero(dense)) or layer.weights
-        complete = full >= _NEARLY_DENSE * layer.weights
+        complete = _is_dense(layer, full)
         of_rows = _damages_of_rows(gram, dense, prices)
         step = row_step(layer.shape[0], layer.groups) if complete else 1
         sample = _spread(of_rows, step)
@@ -330,6 +327,19 @@ def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
 def _kind(layer: Layer) -> tuple[str, tuple[int, int]]:
     """The name without the numbers of blocks, and the shape; layers that share them have curves of like shape."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name), layer.shape
+
+
+def _by_kind(layers: Iterable[Layer]) -> dict[tuple[str, tuple[int, int]], list[Layer]]:
+    """Layers by their kinds, in their order."""
+    kinds: dict[tuple[str, tuple[int, int]], list[Layer]] = {}
+    for layer in layers:
+        kinds.setdefault(_kind(layer), []).append(layer)
+    return kinds
+
+
+def _is_dense(layer: Layer, full: int) -> bool:
+    """True if a layer with `full` nonzero entries is nearly dense: some rows, and the shape of others, stand for it."""
+    return full >= _NEARLY_DENSE * layer.weights
 
 
 def _spread(of_rows: Tensor, step: int) -> Tensor:
