@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from iobs.core.integers import Integers, raw_bits
+from iobs.core.patterns import NM, Rate
+from iobs.core.quadratic import Quadratic
 from iobs.errors import ModelError
 from iobs.models import entropy_code
 from iobs.models.entropy_code import decode, encode, parts
+from iobs.solvers import solve
 
 
 def matrix(rows=60, columns=30, spread=2.0, seed=0):
@@ -80,6 +83,18 @@ def test_integers_beside_the_zeros_of_a_mask_have_their_counted_size():
     data = encode(integers)
     assert 8 * len(data) == pytest.approx(integers.bits(), rel=0.04)  # tables that list many integers
     assert torch.equal(decoded_slowly(data), integers.codes)
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 172)], ids=str)
+@pytest.mark.parametrize("pattern", [Rate(4.0), NM(2, 4) & Rate(2.5)], ids=str)
+def test_small_matrices_have_few_classes_and_their_counted_size(shape, pattern):
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = torch.randn(shape, generator=generator), torch.randn(400, shape[1], generator=generator).cumsum(1)
+    solution = solve(Quadratic.at(weight, inputs.T @ inputs / 400), pattern, damping=0.01)
+    integers = Integers.of(solution.weight.float())
+    data = encode(integers)
+    assert 8 * len(data) == pytest.approx(solution.stats["bits"] * weight.numel(), rel=0.04)
+    assert parts(data)[1]["classes and tables"] < 0.15 * len(data)
 
 
 def test_damage_is_one_clear_error():

@@ -67,7 +67,7 @@ class SuccessiveRounding:
         best: Integers | None = None
         bits = spent = math.inf
         wanted = (1 - _CLOSE / 2) * most_bits
-        for _ in range(_TRIALS):
+        for trial in range(1, _TRIALS + 1):
             rounded = self._rounded(target, lower, 2.0**octave, mask)
             bits = rounded.bits()
             if bits <= most_bits:
@@ -79,7 +79,8 @@ class SuccessiveRounding:
             if math.inf in (high[0], -low[0]):
                 # One octave is about one bit of each entry that is not zero.
                 share = max(0.1, float((rounded.codes != 0).float().mean()))
-                aimed = octave + (bits - wanted) / entries / share
+                # Larger steps each time: bits of a small matrix jump.
+                aimed = octave + trial * (bits - wanted) / entries / share
                 octave = min(max(aimed, octave - _MOST_SHIFT), octave + _MOST_SHIFT)
             else:
                 octave = low[0] + (high[0] - low[0]) * (low[1] - wanted) / (low[1] - high[1])
