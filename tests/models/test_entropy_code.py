@@ -93,7 +93,7 @@ def test_small_matrices_have_few_classes_and_their_counted_size(shape, pattern):
     solution = solve(Quadratic.at(weight, inputs.T @ inputs / 400), pattern, damping=0.01)
     integers = Integers.of(solution.weight.float())
     data = encode(integers)
-    assert 8 * len(data) == pytest.approx(solution.stats["bits"] * weight.numel(), rel=0.04)
+    assert 0.92 < 8 * len(data) / (solution.stats["bits"] * weight.numel()) < 1.03
     assert parts(data)[1]["classes and tables"] < 0.15 * len(data)
 
 

@@ -142,7 +142,7 @@ class Classes:
 
     @classmethod
     def of(cls, codes: Tensor) -> Classes:
-        """Classes of quarter octaves of the spread of the columns, and of the rows beside it; few for small matrices."""
+        """Classes of quarter octaves of the spread of columns, and of rows beside it; few for small matrices."""
         values = codes.to(torch.float32)
         spread = values.square().mean(0).sqrt()
         beside = (values / spread.clamp_min(1e-9)).square().mean(1).sqrt()
