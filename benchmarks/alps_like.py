@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Pattern, top_mask
+from iobs.core.masks import top_mask
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 
 _FIRST_PENALTY, _CHECKED_EVERY, _MOST_CHECKS = 0.1, 3, 100

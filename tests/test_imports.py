@@ -59,6 +59,12 @@ solve full/t.csv -o full/none/m.json; predict full/t.csv full/t.csv -o full/none
 bench full --plot full/none/p.svg; bench full --beside ./none; bench full --precision dense
 evaluate --shots 3; evaluate --dtype f8; run full text --precision f8; inspect empty; evaluate empty; pack empty
 """
+WRONG_TEXTS = """
+prune -o out --sparsity abc; prune -o out --sparsity 150%; prune -o out --pattern 2:4+60MB; prune -o out --pattern 3:x
+prune -o out --bits 9; prune -o out --bits 4 --pattern int4; prune -o out --solver none; prune -o out --within soon
+prune -o out --device none; evaluate --device cuda:first; compare --patterns 2:4,abc; inspect full --pattern abc
+demo -o out --sparsity abc; prune -o out --sparsity 50% --pattern 2:4; prune -o out --bits-per-weight 99
+"""
 
 
 def commands(text):
@@ -79,5 +85,14 @@ def test_outputs_that_cannot_be_written_are_refused_before_torch_is_imported(tmp
     for name in ("comparison.json", "config.json", "model.safetensors"):
         (tmp_path / "full" / name).write_text("{}")
     found = run(REFUSALS, *commands(OUTPUTS), folder=tmp_path)
+    assert found.stdout.strip() == "False False", found.stdout + found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_texts_that_say_nothing_are_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "full" / "model.safetensors").write_text("{}")
+    found = run(REFUSALS, *commands(WRONG_TEXTS), folder=tmp_path)
     assert found.stdout.strip() == "False False", found.stdout + found.stderr
     assert "Traceback" not in found.stderr

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iobs.core.partition import smallest_kept, smallest_kept_by_bits
-from iobs.core.patterns import NM, Grid, Unstructured, keep_count, parse, share, top_mask
+from iobs.core.masks import smallest_kept, smallest_kept_by_bits, top_mask
+from iobs.core.patterns import NM, Grid, Unstructured, keep_count, parse, share
 from iobs.core.structured import Structured
 from iobs.errors import PatternError
 
@@ -64,7 +64,13 @@ def test_keep_count_rounds_half_up_as_decimal(size, thousandths):
 
 @pytest.mark.parametrize(
     ("text", "pattern"),
-    [("2:4", NM(2, 4)), ("0.5", Unstructured(0.5)), ("50%", Unstructured(0.5)), ("0", Unstructured(0.0))],
+    [
+        ("2:4", NM(2, 4)),
+        ("0.5", Unstructured(0.5)),
+        ("50%", Unstructured(0.5)),
+        ("0", Unstructured(0.0)),
+        ("int4+2:4", NM(2, 4) & Grid(4)),
+    ],
 )
 def test_parse_reads_patterns(text, pattern):
     assert parse(text) == pattern
@@ -109,6 +115,8 @@ def test_pattern_raises_if_impossible():
         ("half", "such as 0.5 or 50%"),
         ("structured:30%,multiple_of=²", "multiple_of must be"),
         ("structured", "says no share"),
+        ("2:4+60MB", "takes no zeros besides"),
+        ("50%+2:4", "do not combine"),
     ],
 )
 def test_unreadable_pattern_says_what_is_wrong_with_it(text, reason):

@@ -19,7 +19,7 @@ from solver_problems import (
 
 import iobs
 from iobs.core import linalg
-from iobs.core.patterns import top_mask
+from iobs.core.masks import top_mask
 from iobs.core.quadratic import Solution
 from iobs.solvers.screened_swap import ScreenedSwap
 from iobs.solvers.sparsegpt import _blocks

@@ -5,7 +5,7 @@ import torch
 from solver_problems import GRIDS, GROUPS, PATTERNS, options_of, random_problem, require_pattern_of, solvers_of
 
 import iobs
-from iobs.core.patterns import top_mask
+from iobs.core.masks import top_mask
 from iobs.errors import (
     DampingWarning,
     NonFiniteError,

@@ -7,7 +7,7 @@ import torch
 from solver_problems import best_on, random_problem, swapped_masks
 
 import iobs
-from iobs.core.patterns import top_mask
+from iobs.core.masks import top_mask
 from iobs.core.quadratic import Solution
 from iobs.solvers.kernels import screen
 from iobs.solvers.refit import scaled

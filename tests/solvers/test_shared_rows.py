@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import iobs
+from iobs.core.masks import RowsOf, top_mask, top_mask_of
 from iobs.core.partition import Partition
-from iobs.core.patterns import RowsOf, top_mask, top_mask_of
 from iobs.core.quadratic import Quadratic
 from iobs.solvers.kernels.project import project, project_torch
 

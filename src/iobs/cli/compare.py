@@ -91,9 +91,12 @@ def compare(
             f"{output / RESULTS} exists; add --overwrite to replace it, or choose another output directory."
         )
 
+    from iobs.core.patterns import parse
+
+    parsed = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
+
     from iobs.cli.loading import draw_batches, load_model
     from iobs.cli.running import open_evaluation, score
-    from iobs.core.patterns import parse
     from iobs.data import open_source
     from iobs.errors import IOBSError, first_line, is_out_of_memory
     from iobs.pruning.driver import require_seed
@@ -102,7 +105,6 @@ def compare(
     from iobs.report.comparisons import MethodTrial
 
     require_seed(sampling.seed)
-    parsed = {text.strip(): parse(text.strip()) for text in patterns.split(",")}
     pairs = [(text, name) for text in parsed for name in chosen if name not in PEERS or ":" not in text]
     if len(pairs) < len(parsed) * len(chosen):
         console.say(f"{', '.join(PEERS)} prune to one global count, which N:M is not: left out there.")

@@ -52,17 +52,19 @@ def demo(
     replaceable = _DEMO_FILES if _is_demo(output) else ()
     check_output(output, replaceable=replaceable)
 
+    from iobs.core.patterns import Unstructured, share
+
+    pattern = Unstructured(share(sparsity))
+
     from iobs import models
     from iobs.cli.console import ConsoleSteps
     from iobs.cli.run_file import RunOptions, RunSettings
     from iobs.cli.running import write_results
-    from iobs.core.patterns import Unstructured, share
     from iobs.data import calibration_batches, open_source
     from iobs.models import output_directory
     from iobs.pruning.driver import require_seed
 
     require_seed(seed)
-    pattern = Unstructured(share(sparsity))
     loaded = models.load()
     batches = calibration_batches(
         open_source([], "calibration", loaded), loaded, samples=samples, length=256, seed=seed

@@ -14,6 +14,7 @@ from iobs.cli import console, options
 if TYPE_CHECKING:
     from torch import nn
 
+    from iobs.core.patterns import Pattern
     from iobs.pruning.report import AuditRow, Report
 
 
@@ -42,6 +43,10 @@ def inspect(
     """
     from rich.text import Text
 
+    from iobs.core.patterns import parse
+
+    parsed = None if pattern is None else parse(pattern)
+
     from iobs.core.formats import percent
     from iobs.errors import listed
     from iobs.models.packed import is_packed
@@ -55,7 +60,7 @@ def inspect(
         files = directory
         if is_packed(directory):
             files = stack.enter_context(unpacked(directory))
-        result = _audit(directory, files, pattern, trust_remote_code)
+        result = _audit(directory, files, parsed, trust_remote_code)
     costs = costs_of(directory) if files_with_codes(directory) else None
     rows, sparse, stray = result.rows, result.sparse, result.stray
     zeros, weights = sum(row.zeros for row in sparse), sum(row.weights for row in sparse)
@@ -112,14 +117,14 @@ class _InspectResult:
         return [row for row in self.rows if row.zeros and row.name not in names]
 
 
-def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code: bool) -> _InspectResult:
+def _audit(directory: Path, files: Path, parsed: Pattern | None, trust_remote_code: bool) -> _InspectResult:
     """Count the zeros of the files, and compare them with the pattern and with the directory's report.json.
 
     Raises:
         AuditError: a layer has fewer zeros than the pattern requires or the report says.
     """
     from iobs import models
-    from iobs.core import patterns
+    from iobs.core.patterns import Unstructured
     from iobs.models.skeleton import matrices_in_files
     from iobs.pruning.audit import audit, check_together, require_promised
     from iobs.pruning.network.layers import find_layers
@@ -128,11 +133,10 @@ def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code:
     file, report = _report(directory)
     promised = {row.name for row in report.audit} if report is not None else set()
     checked = []
-    if pattern is None:
+    if parsed is None:
         rows = audit(files)
         has_promised = promised <= {row.name for row in rows}
     else:
-        parsed = patterns.parse(pattern)
         source: Path | nn.Module = files
         # Without a report, a matrix of the files that is no layer could count as pruned.
         names = matrices_in_files(files) if promised else None
@@ -140,7 +144,7 @@ def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code:
             source = models.load(files, trust_remote_code=trust_remote_code).module
             names = [layer.name for layer in find_layers(source)]
         has_promised = promised <= {*names}
-        if report is not None and report.allocation and has_promised and isinstance(parsed, patterns.Unstructured):
+        if report is not None and report.allocation and has_promised and isinstance(parsed, Unstructured):
             rows = audit(source)
             check_together([row for row in rows if row.name in promised], parsed)
             checked.append(f"these layers, among which zeros were spread, satisfy {parsed} together")
@@ -153,7 +157,7 @@ def _audit(directory: Path, files: Path, pattern: str | None, trust_remote_code:
     if promised and has_promised:
         sparse = [row for row in rows if row.name in promised]
     else:
-        sparse = [row for row in rows if (row.zeros if pattern is None else row.asked or row.bits)]
+        sparse = [row for row in rows if (row.zeros if parsed is None else row.asked or row.bits)]
     if report is not None:
         require_promised(rows, report.audit, directory)
     if report is not None and not isinstance(report, StructuredReport):

@@ -44,7 +44,7 @@ UNIT_SOLVERS = ("flap", "greedy", "osscar", "random", "search")
 SHARES = ("50%", "60%", "70%", "80%", "90%")
 PATTERNS = ("2:4", "4:8", "1:4")
 DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 CORPORA = ("wikitext2", "c4", "redpajama")
 PRECISIONS: tuple[Literal["bf16", "int8", "int4"], ...] = ("bf16", "int8", "int4")
 
@@ -93,6 +93,14 @@ def one_of(words: Sequence[str]) -> Callable[[str | None], str | None]:
         return value
 
     return check
+
+
+def known_device(value: str | None) -> str | None:
+    """A callback that refuses a name that no device of torch has, before anything is imported."""
+    name, colon, number = (value or DEVICES[0]).partition(":")
+    if name not in DEVICES or (colon and not number.isdecimal()):
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(DEVICES)}, or one with a number, as cuda:1")
+    return value
 
 
 # An entry of a section of a docstring: a name, perhaps a metavar in brackets, and the text up to the next entry.
@@ -276,7 +284,7 @@ class Loading:
 
     panel: ClassVar = "Machine and files"
     dtype: Annotated[str | None, typer.Option(autocompletion=complete(DTYPES), callback=one_of(DTYPES))] = None
-    device: Annotated[str | None, completed(DEVICES)] = None
+    device: Annotated[str | None, typer.Option(autocompletion=complete(DEVICES), callback=known_device)] = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
 

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from iobs.cli import options
+from iobs.core.formats import as_seconds
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import RunSettings
     from iobs.core.patterns import Pattern
     from iobs.pruning.recipe import Changes
+
+
+_SOLVERS = *options.SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,7 @@ class PatternOptions:
             typer.BadParameter: options that exclude each other.
             PatternError: the options name no pattern.
         """
-        from iobs.core.grids import grid_of
-        from iobs.core.patterns import Budget, Grid, Rate, parse
+        from iobs.core.patterns import Budget, Grid, Rate, SparseGrid, parse
 
         if self.pattern is not None and self.sparsity is not None:
             raise typer.BadParameter("give --sparsity or --pattern, not both", param_hint="--pattern")
@@ -78,7 +81,7 @@ class PatternOptions:
         pattern = None if text is None else parse(text)
         if self.bits is None:
             return pattern
-        if pattern is not None and grid_of(pattern) is not None:
+        if isinstance(pattern, (Grid, SparseGrid, Rate, Budget)):
             raise typer.BadParameter(f"{pattern} has bits already", param_hint="--bits")
         return Grid(self.bits) if pattern is None else pattern & Grid(self.bits)
 
@@ -101,11 +104,11 @@ class MethodOptions:
     recipe: options.Recipe = None
     rounds: int | None = None
     solver: Annotated[
-        str | None, options.completed([*options.SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS])
+        str | None, typer.Option(autocompletion=options.complete(_SOLVERS), callback=options.one_of(_SOLVERS))
     ] = None
     settings: Annotated[list[str] | None, typer.Option("--set")] = None
     seed: int | None = None
-    within: str | None = None
+    within: Annotated[str | None, typer.Option(callback=options.checked(as_seconds))] = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ def prune(
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = OutputPlace.of(model, output, overwrite, resume)
+    parsed = pattern.parse()
 
     from iobs.cli.by_blocks import StreamPlace, prune_low_memory, refuse_streams
     from iobs.cli.in_memory import prune_in_memory, write_and_show
@@ -186,7 +190,7 @@ def prune(
     from iobs.pruning.runtime.ranks import current
 
     settings = _settings(
-        pattern, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
+        parsed, method, {**vars(layers), **vars(calibration), "dtype": loading.dtype, "low_memory": low_memory}
     )
     _refuse_units(settings, model)
     if is_vocabulary(settings.options.pattern):
@@ -220,11 +224,11 @@ def prune(
         raise typer.Exit(1)
 
 
-def _settings(pattern_options: PatternOptions, method: MethodOptions, others: dict[str, object]) -> RunSettings:
+def _settings(pattern: Pattern | None, method: MethodOptions, others: dict[str, object]) -> RunSettings:
     """The recipe and the options of the run: the command line first, then the file given as --recipe, then defaults.
 
     Args:
-        pattern_options: what becomes smaller.
+        pattern: what becomes smaller; None: as the recipe says.
         method: recipe, and changes of it.
         others: values of further options by name; those that are no fields of `RunOptions` are ignored.
 
@@ -238,7 +242,6 @@ def _settings(pattern_options: PatternOptions, method: MethodOptions, others: di
     from iobs.pruning.plan.counts import under_pattern
     from iobs.pruning.recipe import NETWORK_SOLVERS, as_allocation
 
-    pattern = pattern_options.parse()
     name = method.recipe or ("one-shot" if method.solver in NETWORK_SOLVERS else "fast")
     changes: Changes = {}
     if method.solver is not None:

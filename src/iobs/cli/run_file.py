@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from iobs.core.files import expanded
+from iobs.core.formats import as_seconds
 from iobs.core.patterns import Pattern, Unstructured, share
 from iobs.core.specs import is_function_spec
 from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.output import destination
-from iobs.pruning.cost.affordable import as_seconds
 from iobs.pruning.driver import require_numbers
 from iobs.pruning.recipe import Changes, Recipe, as_recipe
 from iobs.pruning.recipe.parts import require_count, require_flag

@@ -7,12 +7,19 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeAlias, cast
+
+from iobs.errors import ProblemError, is_a, shown
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 _LESS_IS_BETTER = ("perplexity", "loss", "kl", "error", "seconds", "bits", "brier")  # parts of names of metrics
 _INFINITE = {json.dumps(value): value for value in (math.inf, -math.inf, math.nan)}  # JSON has no such numbers
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_LONGEST = 1e9  # seconds
+_NUMBER = r"\d+(?:\.\d+)?"
+_PIECE = rf"({_NUMBER})\s*(s|min|h)"
 _LONGEST_PATH = 4096  # characters
 # An absolute path of Linux, macOS or Windows, at the beginning of a text or after a separator.
 _START, _REST = r"""(?:(?<=^)|(?<=[\s'"=\[(,;]))""", r"""[^\s'",;)\]]"""
@@ -51,6 +58,26 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def as_seconds(within: object) -> float:
+    """A time in seconds, from a number of seconds or text such as "30min", "90 s" or "1h 30min".
+
+    Raises:
+        ProblemError: it is no time above zero.
+    """
+    seconds = 0.0
+    if isinstance(within, str) and re.fullmatch(rf"\s*{_NUMBER}\s*", within):
+        seconds = float(within)
+    elif isinstance(within, str) and re.fullmatch(rf"\s*(?:{_PIECE}\s*)+", within):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PIECE, within))
+    elif is_a(Real, within) and within < _LONGEST:  # type: ignore[operator]
+        seconds = float(within)  # type: ignore[arg-type]
+    if not 0 < seconds < math.inf:
+        raise ProblemError(
+            f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {shown(within)}.'
+        )
+    return seconds
 
 
 def size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Sparsity patterns: from scores to a boolean mask with exact counts.
+"""Sparsity patterns, and their text form.
 
 Every pattern divides the matrix, read row by row, into consecutive groups of equal size and keeps the same number of
 entries in each group. A group is the whole layer or one row for unstructured sparsity, and `of` neighbouring columns
@@ -13,10 +13,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
 from typing import Literal, NoReturn, Protocol
 
-import torch
-from torch import Tensor
-
-from iobs.core.partition import Partition, Peers, is_spanning, smallest_kept, spanning_mask
+from iobs.core.partition import Partition
 from iobs.core.structured import Structured
 from iobs.errors import PatternError, is_a, shown
 
@@ -270,7 +267,8 @@ class Budget:
 
     def __and__(self, pattern: object) -> NoReturn:
         raise PatternError(
-            f"{self} divides bits and takes no zeros besides: give {pattern} & iobs.Rate(3.0), or a rule for layers."
+            f"{self} divides bits and takes no zeros besides: give {pattern} & iobs.Rate(3.0), as text "
+            "rate:3.0, or a rule for layers."
         )
 
     __rand__ = __and__
@@ -322,10 +320,17 @@ def parse(text: str) -> Pattern:
     Raises:
         PatternError: the text is not a pattern.
     """
-    zeros, is_rate, bits = text.rpartition("rate:")
-    if is_rate and (not zeros or zeros.endswith("+")):
-        rate = Rate(_number(bits, text))
-        return rate & parse(zeros.removesuffix("+")) if zeros else rate  # type: ignore[operator]
+    first, *others = text.split("+")
+    if others:
+        pattern = parse(first)
+        for other in map(parse, others):
+            try:
+                pattern = pattern & other  # type: ignore[operator]
+            except TypeError:  # both say which entries are zero
+                raise PatternError(f"{text!r} joins {pattern} and {other}, which do not combine.") from None
+        return pattern
+    if text.startswith("rate:"):
+        return Rate(_number(text.removeprefix("rate:"), text))
     if text.startswith("budget:"):
         return Budget(bits_per_weight=_number(text.removeprefix("budget:"), text))
     if text.upper().endswith("MB"):
@@ -335,12 +340,10 @@ def parse(text: str) -> Pattern:
         if not amount:
             raise PatternError(f"{text!r} says no share; structured:30% removes 30 % of the cost.")
         return Structured.read(options, share(amount))
-    sparse, _, grid = text.rpartition("int")
     try:
-        if grid != text:
-            bits, divided, group = grid.partition("/")
-            values = Grid(int(bits), int(group)) if divided else Grid(int(bits))
-            return SparseGrid(parse(sparse.removesuffix("+")), values) if sparse else values
+        if text.startswith("int"):
+            bits, divided, group = text.removeprefix("int").partition("/")
+            return Grid(int(bits), int(group)) if divided else Grid(int(bits))
         if ":" in text:
             keep, of = map(int, text.split(":"))
             return NM(keep, of)
@@ -390,79 +393,3 @@ def as_pattern(value: Pattern | float | str) -> Pattern:
         return Unstructured(float(value))  # type: ignore[arg-type]
     require_pattern(value)
     return value  # type: ignore[return-value]
-
-
-def top_mask(scores: Tensor, pattern: Pattern) -> Tensor:
-    """Mask of the highest scores in each group, with the exact counts of the pattern.
-
-    Of equal scores the one with the lower index is kept, so equal scores give equal masks.
-
-    Args:
-        scores: (rows, columns), any floating dtype, not NaN.
-        pattern: the sparsity pattern.
-
-    Returns:
-        Boolean (rows, columns), True where an entry is kept.
-    """
-    return top_mask_of(scores, pattern.groups((scores.shape[0], scores.shape[1])))
-
-
-def top_mask_of(scores: Tensor, groups: Partition) -> Tensor:
-    """`top_mask` for the groups of a pattern."""
-    shape = scores.shape
-    if is_spanning(groups, scores.numel()):
-        return spanning_mask(scores, groups)
-    table = scores.reshape(groups.count, groups.size)
-    if groups.keep == 0:
-        return torch.zeros(shape, dtype=torch.bool, device=scores.device)
-    if groups.keep == groups.size:
-        return torch.ones(shape, dtype=torch.bool, device=scores.device)
-    if groups.size <= 32:  # one batched stable sort is fastest for short groups
-        order = table.sort(dim=1, descending=True, stable=True).indices[:, : groups.keep]
-        return torch.zeros_like(table, dtype=torch.bool).scatter_(1, order, True).reshape(shape)
-    threshold = smallest_kept(table, groups.keep)
-    mask = table > threshold
-    # Entries equal to the threshold fill the remaining count, lowest index first.
-    tied = table == threshold
-    missing = groups.keep - mask.sum(1, keepdim=True)
-    count = torch.int32 if groups.size < 2**31 else torch.int64
-    mask |= tied & (tied.cumsum(1, dtype=count) <= missing)
-    return mask.reshape(shape)
-
-
-# ---- Rows of a matrix that is divided among processes, with the pattern of the whole matrix
-
-
-@dataclass(frozen=True)
-class RowsOf:
-    """The pattern of a whole matrix, as the process sees it that has some of the rows.
-
-    Args:
-        pattern: of the whole matrix, a `Pattern` of entries.
-        rows: number of rows of the whole matrix.
-        peers: processes that have the rows, each a consecutive part.
-    """
-
-    pattern: Pattern
-    rows: int
-    peers: Peers
-
-    def groups(self, shape: tuple[int, int]) -> Partition:
-        """Partition of the rows in this process; a group of the whole matrix reaches over all processes.
-
-        Raises:
-            PatternError: the pattern does not fit the matrix.
-        """
-        whole = self.pattern.groups((self.rows, shape[1]))
-        count = 1 if whole.size > shape[1] else shape[0] * shape[1] // whole.size
-        return Partition(count, whole.size, whole.keep, self.peers, self.rows, whole.count * whole.keep)
-
-    def __str__(self) -> str:
-        return str(self.pattern)
-
-    def most(self, value: float) -> float:
-        """The largest of the values that the processes give."""
-        values = torch.zeros(self.peers.size, dtype=torch.float64)
-        values[self.peers.rank] = value
-        self.peers.sum(values)
-        return float(values.max())

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from iobs.core import linalg
 from iobs.core.grids import grid_of
+from iobs.core.masks import top_mask
 from iobs.core.memory import available
-from iobs.core.patterns import Pattern, Unstructured, top_mask
+from iobs.core.patterns import Pattern, Unstructured
 from iobs.errors import NonFiniteError, NotPositiveDefiniteError, PatternError, ProblemError
 from iobs.pruning.audit import check_together, counted
 from iobs.pruning.calibration.losses import task_loss

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from iobs.core.files import expanded
+from iobs.core.formats import as_seconds
 from iobs.core.patterns import Budget, Pattern, Rate, as_pattern
 from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, PatternError, ProblemError, is_a, shown
@@ -19,7 +20,7 @@ from iobs.openmp import ensure_sleep
 from iobs.pruning.algorithm import run
 from iobs.pruning.baselines import require_global, require_memory
 from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback, ProgressBar
-from iobs.pruning.cost.affordable import as_seconds, form_of, require_forms, with_affordable_epochs
+from iobs.pruning.cost.affordable import form_of, require_forms, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.layerwise.grids import require_coded, require_exact, require_solvable

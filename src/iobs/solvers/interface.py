@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from iobs.core.masks import RowsOf
 from iobs.core.modes import full_precision
-from iobs.core.patterns import Pattern, Rate, RowsOf
+from iobs.core.patterns import Pattern, Rate
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import DampingWarning, NotPositiveDefiniteError, ProblemError, is_a
 from iobs.solvers.families import (

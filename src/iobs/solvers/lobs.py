@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from iobs.core import linalg
-from iobs.core.patterns import Pattern, top_mask
+from iobs.core.masks import top_mask
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import ProblemError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from iobs.core.patterns import Pattern, top_mask
+from iobs.core.masks import top_mask
+from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.protocols import SolveCost
 

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 import iobs
 from iobs.cli import app
+from iobs.core.formats import as_seconds
 from iobs.core.patterns import as_pattern
 from iobs.pruning import driver
 from iobs.pruning.cost import foresight as foresight_module
 from iobs.pruning.cost import prices
-from iobs.pruning.cost.affordable import as_seconds, fitting, forms
+from iobs.pruning.cost.affordable import fitting, forms
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.cost.work import Prices
 from iobs.pruning.forecast import Forecast, Part

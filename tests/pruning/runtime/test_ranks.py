@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import iobs
 from iobs import models
 from iobs.cli import app
-from iobs.core.patterns import RowsOf
+from iobs.core.masks import RowsOf
 from iobs.errors import DistributedError
 from iobs.pruning import driver
 from iobs.pruning.runtime import ranks as module

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from iobs.core.patterns import Pattern
 from iobs.core.steps import in_words
 from iobs.core.structured import Structured
-from iobs.errors import ProblemError, is_a, shown
+from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.cost.work import NETWORK_STEP, STEP_PASSES
 from iobs.pruning.descent.batches import samples_of_step
@@ -35,10 +33,6 @@ from iobs.pruning.workspace import Decisions
 
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of the gradient steps; fewer repay no trial of a rate
 _SHORT = 100  # steps of each window in short fits, as in the preset "fast"
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-_LONGEST = 1e9  # seconds
-_NUMBER = r"\d+(?:\.\d+)?"
-_PIECE = rf"({_NUMBER})\s*(s|min|h)"
 _FIT_BUDGET = 1e14  # multiply-adds of block reconstruction and of steps of the whole network: about an hour on one core
 SAMPLING_EPOCHS = 4.0  # fewer passes over the calibration windows do not overfit them, and need no sampled ones
 _STEP_BUDGET = 1.25e13  # multiply-adds of all gradient steps: about five minutes on one core
@@ -59,26 +53,6 @@ class ShorterRecipe:
 
 
 # ---- a given time: fewer gradient steps, then no steps, then no division of the sparsity
-def as_seconds(within: object) -> float:
-    """A time in seconds, from a number of seconds or text such as "30min", "90 s" or "1h 30min".
-
-    Raises:
-        ProblemError: it is no time above zero.
-    """
-    seconds = 0.0
-    if isinstance(within, str) and re.fullmatch(rf"\s*{_NUMBER}\s*", within):
-        seconds = float(within)
-    elif isinstance(within, str) and re.fullmatch(rf"\s*(?:{_PIECE}\s*)+", within):
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in re.findall(_PIECE, within))
-    elif is_a(Real, within) and within < _LONGEST:  # type: ignore[operator]
-        seconds = float(within)  # type: ignore[arg-type]
-    if not 0 < seconds < math.inf:
-        raise ProblemError(
-            f'within must be seconds, or a time such as "30min", "90s" or "1h30min"; got {shown(within)}.'
-        )
-    return seconds
-
-
 def require_forms(recipe: Recipe, pattern: Pattern) -> None:
     """Raise unless the time of a run can be foretold, and so be limited.
 

@@ -12,7 +12,8 @@ from iobs.core import linalg
 from iobs.core.column_groups import Groups
 from iobs.core.grids import by_channel, entries_of
 from iobs.core.integers import FACTOR_BITS, factor_bits, short, side_bits
-from iobs.core.patterns import NM, Grid, Pattern, Rate, RowsOf, Unstructured, top_mask
+from iobs.core.masks import RowsOf, top_mask
+from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.core.partition import Partition, is_spanning
-from iobs.core.patterns import top_mask_of
+from iobs.core.masks import is_spanning, top_mask_of
+from iobs.core.partition import Partition
 from iobs.solvers.kernels.threads import over_rows
 
 
