@@ -11,12 +11,14 @@ import pytest
 import torch
 from sparse_problems import correlated_design, sparse_signal
 
+import iobs
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.bounds import branch_and_bound
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.estimators.knockoffs import knockoff_filter
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.refit.newton import refit
@@ -244,3 +246,20 @@ def test_certify_message_agrees_with_the_exact_gap(limit):
                 assert float(words[6].rstrip(",")) <= best * (1 + 1e-5)
                 assert best <= float(words[9]) * (1 + 1e-5)
     assert said == ({"a", "within"} if limit > 4 else {"gap"})
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "a"])
+def test_seeds_that_numpy_does_not_take_are_refused(rng, seed):
+    X = rng.standard_normal((30, 4))
+    objective = LeastSquares(X, X[:, 0])
+    runs = [
+        lambda: certify(objective, 2, seed=seed),
+        lambda: iobs.minimize(objective, 2, seed=seed),
+        lambda: iobs.rashomon_set(objective, 2, seed=seed),
+        lambda: iobs.SparseRegressor(2, random_state=seed).fit(X, X[:, 0]),
+        lambda: iobs.SparseRegressor("ebic", random_state=seed).fit(X, X[:, 0]),
+        lambda: knockoff_filter(iobs.SparseRegressor(), X, X[:, 0], seed=seed),
+    ]
+    for run in runs:
+        with pytest.raises(ProblemError, match="seed must be a whole number"):
+            run()

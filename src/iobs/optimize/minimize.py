@@ -21,7 +21,7 @@ from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
 from iobs.optimize.objectives.tabled import Tabled
-from iobs.optimize.problem import Problem
+from iobs.optimize.problem import Problem, generator_of
 from iobs.optimize.refit.newton import Fit
 from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
@@ -125,9 +125,7 @@ def minimize(
         )
     if not is_a(Integral, max_steps) or max_steps < 1 or not tol >= 0:
         raise ProblemError(f"max_steps must be at least 1 and tol not negative, got {max_steps} and {tol}.")
-    if seed is not None and not (is_a(Integral, seed) and seed >= 0):
-        raise ProblemError(f"seed must be a whole number of at least 0, got {seed!r}.")
-    problem = Problem(objective, k, damping, np.random.default_rng(seed))
+    problem = Problem(objective, k, damping, generator_of(seed))
     # Overflow far from a minimiser is detected by the value, not by a warning.
     with (
         few_threads(objective.rank * objective.dimension),

@@ -19,6 +19,17 @@ _ROUNDS, _PROBES = 3, 8
 _EVEN = 10.0  # estimates within this factor of their median count as equal
 
 
+def generator_of(seed: object, *stream: int) -> np.random.Generator:
+    """The random numbers of a seed, or of a stream of them; None draws a seed.
+
+    Raises:
+        ProblemError: it is no whole number of at least 0.
+    """
+    if seed is not None and not (is_a(Integral, seed) and seed >= 0):  # type: ignore[operator]
+        raise ProblemError(f"The seed must be a whole number of at least 0, got {shown(seed)}.")
+    return np.random.default_rng([seed, *stream] if stream and seed is not None else seed)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Problem:
     """minimise f(theta) subject to norm(theta)_0 <= k, forced coordinates not counted.

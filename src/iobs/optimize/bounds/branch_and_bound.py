@@ -44,7 +44,7 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Indices, VectorLike
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.objectives.tabled import Tabled
-from iobs.optimize.problem import DENSE_LIMIT, Problem, require_storable
+from iobs.optimize.problem import DENSE_LIMIT, Problem, generator_of, require_storable
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto
@@ -105,7 +105,7 @@ def certify(
     general = not objective.quadratic or isinstance(objective, Tabled) or bounds is not None
     if not isinstance(objective, LeastSquares) and objective.quadratic:
         require_storable("Branch and bound stores H", objective.dimension)
-    problem = Problem(objective, k, rng=np.random.default_rng(seed))
+    problem = Problem(objective, k, rng=generator_of(seed))
     if fit is None:
         auto.compile_stages(objective)
     if general:

@@ -33,7 +33,7 @@ from iobs.optimize.curvature.models import as_objective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike
 from iobs.optimize.objectives.tabled import Tabled
-from iobs.optimize.problem import Problem, require_storable
+from iobs.optimize.problem import Problem, generator_of, require_storable
 from iobs.optimize.refit.newton import Fit, inverse_block, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto
@@ -237,7 +237,7 @@ def rashomon_set(
     if not is_a(Integral, max_members) or max_members < 1:
         raise ProblemError(f"max_members must be an integer and at least 1, got {shown(max_members)}.")
     bounds = Bounds.on_objective(lower, upper, objective)
-    problem = Problem(objective, k, rng=np.random.default_rng(seed))
+    problem = Problem(objective, k, rng=generator_of(seed))
     auto.compile_stages(objective)
     if not objective.quadratic or isinstance(objective, Tabled) or bounds is not None:
         _require_distinct(problem, bounded=bounds is not None)

@@ -17,7 +17,7 @@ from iobs.optimize.bounds.convex_tree import ConvexTree
 from iobs.optimize.bounds.integer_points import BestCards, RiskModel, Scorecard, search_points
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.objectives.families import Logistic
-from iobs.optimize.problem import Problem
+from iobs.optimize.problem import Problem, generator_of
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 
@@ -68,7 +68,7 @@ class CardProblem:
     def features(self, seed: int) -> FeatureProblem:
         """The problem of real coefficients between those of the least and of the most points at the largest scale."""
         objective = Logistic(self.X, self.labels, ridge=self.ridge, intercept=True, sample_weight=self.weights)
-        problem = Problem(objective, self.k, rng=np.random.default_rng(seed))
+        problem = Problem(objective, self.k, rng=generator_of(seed))
         bounds = Bounds(self.scale * self.low.astype(np.float64), self.scale * self.high.astype(np.float64))
         return FeatureProblem.of(problem, bounds.extended(objective.dimension))
 

@@ -28,6 +28,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
 from iobs.optimize.estimators.interactions import require_features
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, add_to_diagonal, forced_columns
+from iobs.optimize.problem import generator_of
 
 Kind: TypeAlias = Literal["fixed", "gaussian"]
 _SWEEPS = 20  # most rounds of coordinate descent on s
@@ -90,7 +91,7 @@ def knockoff_filter(
     """
     X = check_array(X, dtype=np.float64)
     chosen = _checked(estimator, X, fdr, kind, covariance)
-    rng = np.random.default_rng([seed, _STREAM])
+    rng = generator_of(seed, _STREAM)
     centred = X - X.mean(axis=0)
     spread = np.sqrt((centred**2).mean(axis=0))
     constant = np.flatnonzero(~(spread > 1e-12 * np.abs(X).max(axis=0)))

@@ -20,6 +20,7 @@ from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
 from iobs.optimize.estimators.interactions import require_features
 from iobs.optimize.objectives.design import Array, Booleans, Indices, MatrixLike, VectorLike, forced_columns
+from iobs.optimize.problem import generator_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def stability_selection(
     free = np.setdiff1d(labels, labels[forced]).size
     if max_k > free:
         raise ProblemError(f"max_k must be at most the {free} features or groups that can be chosen, got {max_k}.")
-    rng = np.random.default_rng(seed)
+    rng = generator_of(seed)
     path = np.zeros((max_k, X.shape[1]))
     union, chosen = np.zeros(X.shape[1]), 0.0
     for _ in range(pairs):

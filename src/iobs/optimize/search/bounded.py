@@ -14,7 +14,7 @@ import numpy as np
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import by_gram
-from iobs.optimize.problem import Problem
+from iobs.optimize.problem import Problem, generator_of
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, pursuits
@@ -167,7 +167,7 @@ def bounded_path(
     fits: list[Fit] = []
     fit: Fit | None = None
     for size in sizes:
-        problem = Problem(objective, size, rng=np.random.default_rng(seed))
+        problem = Problem(objective, size, rng=generator_of(seed))
         problem = problem.without_copies(penalised=True, limits=(bounds.lower, bounds.upper))
         search = BoundedSearch(problem if gram is None else replace(problem, objective=gram), bounds)
         fit = search.improved(search.extended(search.fitted(problem.forced) if fit is None else fit))

@@ -21,6 +21,7 @@ import numpy as np
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
+from iobs.optimize.problem import generator_of
 from iobs.optimize.refit.newton import Fit, on_data, refit
 
 Kind = Literal["strong", "weak"]
@@ -143,7 +144,7 @@ def hierarchical_path(
         thorough: start from many models for every size.
     """
     objective = by_gram(hierarchy.objective) or hierarchy.objective
-    search = _HierarchicalSearch(hierarchy, objective, np.random.default_rng(seed))
+    search = _HierarchicalSearch(hierarchy, objective, generator_of(seed))
     chosen: Terms = frozenset()
     fits = []
     for size in sizes:

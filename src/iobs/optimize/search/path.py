@@ -16,7 +16,7 @@ from iobs.optimize.objectives.design import Array
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.objectives.tabled import Multinomial, MultiResponse, Tabled
-from iobs.optimize.problem import Problem
+from iobs.optimize.problem import Problem, generator_of
 from iobs.optimize.refit.newton import Fit, inverse_block, on_data, refit
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search import auto, gram_search
@@ -44,11 +44,11 @@ def path(
             rounding relative to f(0), which is enough to predict.
     """
     if thorough and len(sizes) == 1 and isinstance(objective, LinearModel):  # this search is as good as the path
-        problem = Problem(objective, sizes[0], rng=np.random.default_rng(seed)).without_copies(penalised=True)
+        problem = Problem(objective, sizes[0], rng=generator_of(seed)).without_copies(penalised=True)
         return [list(auto.stages(problem))[-1].fit]
     searched = by_gram(objective) or objective
     if isinstance(searched, GramLeastSquares) and searched.complete and not thorough:
-        largest = Problem(objective, max(sizes, default=0), rng=np.random.default_rng(seed))
+        largest = Problem(objective, max(sizes, default=0), rng=generator_of(seed))
         problem = largest.without_copies(penalised=True)
         compiled = gram_search.path_fits(problem, searched, sizes)
         if compiled is not None:
@@ -57,7 +57,7 @@ def path(
     fit: Fit | None = None
     gram = None
     for size in sizes:
-        problem = Problem(searched, size, rng=np.random.default_rng(seed)).without_copies(penalised=True)
+        problem = Problem(searched, size, rng=generator_of(seed)).without_copies(penalised=True)
         swapper = Swapper(problem, gram=gram)
         fit = _extend(problem, refit(searched, np.sort(problem.forced)) if fit is None else fit)
         fit = swapper.improve(fit)
