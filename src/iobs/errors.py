@@ -76,6 +76,14 @@ class CoverageWarning(UserWarning):
     """Much of a model stayed dense for a reason that can surprise."""
 
 
+def without_values(name: str, further: str = "") -> ModelError:
+    """The error about a tensor on the meta device; `further` are more sentences on what to do."""
+    return ModelError(
+        f"{name} has no values here (meta device; accelerate's offload, or an empty model): load the whole model into "
+        f"main memory, without device_map.{further}"
+    )
+
+
 def first_line(error: BaseException, otherwise: str | None = None) -> str:
     """First line of an exception's message; `otherwise`, or else the type's name, if the message is empty."""
     return (str(error).strip().splitlines() or [otherwise or type(error).__name__])[0]

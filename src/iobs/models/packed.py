@@ -21,7 +21,7 @@ from torch import nn
 from iobs.core.files import expanded, is_packed_file, weight_files
 from iobs.core.outputs import check_output
 from iobs.core.specs import CONFIG_NAME
-from iobs.errors import ModelError, ProblemError
+from iobs.errors import ModelError, ProblemError, without_values
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.inference.storing import fewest_bits
 from iobs.models.factory import WEIGHTS_NAME, build_directory
@@ -32,7 +32,7 @@ from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.weights import DTYPES, unwrapped, write_weights
 from iobs.pruning.network.layers import library_class
-from iobs.pruning.network.selection import require_unstored
+from iobs.pruning.network.selection import require_module, require_unstored
 
 
 def save_packed(
@@ -73,7 +73,8 @@ def save_packed(
         raise ProblemError("Give precision or dtype, not both: a precision rounds every layer.")
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     module = model.module if isinstance(model, LoadedModel) else model
-    if isinstance(module, nn.Module):
+    if not isinstance(module, str | Path):
+        require_module(module)
         _require_real(module)
         require_unstored(module, "They cannot be packed. Pack the dense model; a packed file runs as it is.")
     with ExitStack() as stack:
@@ -123,12 +124,14 @@ def load_packed(path: str | Path, into: nn.Module | None = None) -> nn.Module:
 
 
 def _require_real(module: nn.Module) -> None:
-    """Raise if a tensor has numbers that packed files do not have.
+    """Raise if a tensor has no numbers, or numbers that packed files do not have.
 
     Raises:
         ModelError: one does; names it.
     """
     for name, value in module.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise without_values(name)
         if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
             dtype = str(value.dtype).removeprefix("torch.")
             raise ModelError(

@@ -17,9 +17,10 @@ from iobs.core.files import packed_hint, require_dense, weight_files
 from iobs.core.grids import by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.integers import Integers
 from iobs.core.patterns import NM, Budget, Grid, Pattern, Rate, Unstructured, as_pattern
-from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed
+from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed, without_values
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, library_class, projections
+from iobs.pruning.network.selection import require_visible
 from iobs.pruning.report import AuditRow
 
 _SLACK, _SIDE_BITS = 1.01, 400  # integers that are read back may have a longer code; by so many bits of a matrix
@@ -54,7 +55,8 @@ def audit(
         AuditError: a layer has fewer zeros than the pattern asks, or an N:M group keeps too many; no layer was pruned;
             weights are not on a grid, or need more bits than the rate has.
         LayerSelectionError: a name is that of no matrix.
-        ModelError: `source` is neither; the directory holds no safetensors file, or one is damaged.
+        ModelError: `source` is neither; torch.jit or torch.export hide its layers, or it is on the meta device; the
+            directory holds no safetensors file, or one is damaged.
         PatternError: the pattern is none, a budget, or does not fit a layer that was pruned.
     """
     if not isinstance(source, nn.Module | str | Path):
@@ -233,6 +235,10 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 
 
 def _of_model(model: nn.Module) -> Generator[Matrix]:
+    require_visible(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise without_values(name)
     with folded(model):
         for layer in find_layers(model):
             stored = layer.stored(model)

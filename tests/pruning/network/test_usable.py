@@ -140,7 +140,20 @@ def test_compiled_models_are_pruned(pattern):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_other_functions_refuse_them_too():
+def test_other_functions_refuse_them_too(tmp_path):
+    empty = without_values()
+    for use in (
+        lambda: iobs.audit(empty),
+        lambda: iobs.keep_sparse(empty, torch.optim.SGD(empty.parameters(), 0.1)),
+        lambda: iobs.save_packed(empty, tmp_path / "packed"),
+    ):
+        with pytest.raises(ModelError, match="no values here"):
+            use()
+    for hidden in (exported().module(), scripted()):
+        with pytest.raises(ModelError, match="Prune the Python module"):
+            iobs.audit(hidden)
+    with pytest.raises(ModelError, match="exported program is a fixed graph"):
+        iobs.save_packed(exported(), tmp_path / "packed")
     with pytest.raises(ModelError, match="no values here"):
         OffloadedStore(without_values())
     with pytest.raises(ModelError, match="an exported program is a fixed graph"):

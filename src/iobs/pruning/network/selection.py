@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, shown
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, shown, without_values
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
@@ -53,9 +53,7 @@ def require_usable(model: object, *, in_memory: bool = True, removes_units: bool
     """
     require_module(model)
     assert isinstance(model, nn.Module)
-    for path, module in model.named_modules():
-        if reason := _unusable(module, removes_units):
-            raise ModelError(f"{path or 'The model'} is a {type(module).__name__}: {reason}")
+    require_visible(model, removes_units)
     require_shapes(model)
     for name, tensor in _tensors(model):
         if isinstance(tensor, library_class("torch.distributed.tensor", "DTensor")):
@@ -64,10 +62,10 @@ def require_usable(model: object, *, in_memory: bool = True, removes_units: bool
                 "split, then split it, and call iobs.keep_sparse to train it further."
             )
         if tensor.is_meta and in_memory:
-            raise ModelError(
-                f"{name} has no values here (meta device; accelerate's offload, or an empty model): load the whole "
-                "model into main memory, without device_map. If it does not fit on the device, prune an "
-                "OffloadedStore of it, or use --low-memory on the command line."
+            raise without_values(
+                name,
+                " If it does not fit on the device, prune an OffloadedStore of it, or use --low-memory on the command "
+                "line.",
             )
         if tensor.is_inference():
             raise ModelError(
@@ -75,6 +73,17 @@ def require_usable(model: object, *, in_memory: bool = True, removes_units: bool
                 "of torch.inference_mode, model = copy.deepcopy(model), and prune the copy."
             )
     require_unstored(model)
+
+
+def require_visible(model: nn.Module, removes_units: bool = False) -> None:
+    """Raise unless the layers of a model are Python modules; `removes_units` as in `require_usable`.
+
+    Raises:
+        ModelError: torch.jit, torch.export or a wrapper hides them; says which module it is, and what to do.
+    """
+    for path, module in model.named_modules():
+        if reason := _unusable(module, removes_units):
+            raise ModelError(f"{path or 'The model'} is a {type(module).__name__}: {reason}")
 
 
 def _unusable(module: nn.Module, removes_units: bool) -> str | None:
