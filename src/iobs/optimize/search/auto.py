@@ -39,7 +39,7 @@ from iobs.optimize.search import gram_search, pursuits
 from iobs.optimize.search.swaps import Swapper
 
 GLOBAL = "global minimum: the gradient vanishes, so for a convex f no support can be better"
-FLAT = "local minimum: the gradient vanishes; no support can be better if f is convex, which is not known"
+FLAT = "stationary: the gradient vanishes, and f fell along no direction that was tried; a convex f would be least here"
 LOCAL = "1-swap optimal: no exchange of two coordinates lowers f"
 LOCAL_MODEL = (
     "1-swap optimal by the second-order model: no exchange of two coordinates is predicted to lower f and does"

@@ -1,4 +1,4 @@
-"""Stationary points that are no minima: f falls along a direction of negative curvature with at most k non-zeros.
+"""Stationary points that are no minima: f falls along a direction without curvature upwards, of at most k non-zeros.
 
 Every search moves along gradients. At a saddle or a maximum, such as zero often is, they vanish and it would stay.
 """
@@ -13,9 +13,10 @@ from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import Fit, refit
 
 _DENSE = 256  # most coordinates for which the Hessian is formed
-_TRIES = 8  # random directions of negative curvature
+_TRIES = 16  # directions without curvature upwards: up to half of them eigenvectors, the others random
 _FLAT = 1e-7  # curvature relative to the largest one that counts as zero
 _STATIONARY = 1e-9  # gradient relative to the largest curvature that counts as zero
+_ROUNDING = 1e-15  # of a value, relative, that counts as no change
 _DOUBLINGS = 60  # most doublings of a step
 
 NO_MINIMUM = "stationary, not a minimum: f falls along a direction of negative curvature; give another start theta0"
@@ -27,7 +28,7 @@ def is_convex(problem: Problem) -> bool:
 
 
 def lower_point(problem: Problem, theta: Array) -> Array | None:
-    """The best feasible point found below a stationary point by directions of negative curvature.
+    """The best feasible point found below a stationary point by directions of negative or no curvature.
 
     Args:
         problem: f and k.
@@ -51,7 +52,11 @@ def lower_point(problem: Problem, theta: Array) -> Array | None:
     values, vectors = _falling(problem, theta, usable)
     best: Fit | None = None
     for number in range(_TRIES if values.size else 0):
-        mix = np.eye(values.size)[number] if number < values.size else problem.rng.standard_normal(values.size)
+        mix = (
+            np.eye(values.size)[number]
+            if number < min(values.size, _TRIES // 2)
+            else problem.rng.standard_normal(values.size)
+        )
         direction = np.zeros(problem.dimension)
         direction[usable] = vectors @ mix
         entering = np.setdiff1d(usable, fixed)
@@ -67,7 +72,10 @@ def lower_point(problem: Problem, theta: Array) -> Array | None:
 
 
 def _falling(problem: Problem, theta: Array, usable: Indices) -> tuple[Array, Array]:
-    """Negative curvatures on some coordinates and their directions (m, count), the most negative first."""
+    """Curvatures that are negative or zero on some coordinates, and their directions (m, count), the least first.
+
+    Zero counts too: of v^3 or v1 v2 v3 the Hessian vanishes at zero, which is no minimum.
+    """
     objective = problem.objective
     if usable.size <= _DENSE:
         values, vectors = np.linalg.eigh(objective.hessian_block(theta, usable))
@@ -81,10 +89,10 @@ def _falling(problem: Problem, theta: Array, usable: Indices) -> tuple[Array, Ar
         operator = LinearOperator((usable.size, usable.size), matvec=product, dtype=np.float64)
         start = np.random.default_rng(0).standard_normal(usable.size)
         try:
-            values, vectors = eigsh(operator, k=_TRIES, which="SA", tol=1e-3, maxiter=20, v0=start)
+            values, vectors = eigsh(operator, k=_TRIES // 2, which="SA", tol=1e-3, maxiter=20, v0=start)
         except ArpackNoConvergence as error:
             values, vectors = error.eigenvalues, error.eigenvectors
-    falling = values < -_FLAT * np.abs(values).max(initial=0.0)
+    falling = values <= _FLAT * np.abs(values).max(initial=0.0)
     return values[falling], vectors[:, falling]
 
 
@@ -96,7 +104,7 @@ def _along(problem: Problem, theta: Array, value: float, direction: Array) -> Ar
         for _ in range(_DOUBLINGS):
             trial = theta + sign * length * direction
             new = problem.objective.value(trial)
-            if not new < last:
+            if not new < last - _ROUNDING * abs(last):
                 break
             best, least, last = (trial, new, new) if new < least else (best, least, new)
             length *= 2

@@ -7,6 +7,7 @@ The counts come from the recipe and from the sizes of the model and the data. Th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -48,7 +49,8 @@ _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one in
 _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
 _GROUP_CALL = 0.0013  # seconds of a group and batch, besides its pass
-_STEP_CALL = 0.0035  # seconds of a gradient step of the whole network besides its passes: samples, copies, update
+_STEP_CALL = 0.0035  # seconds of a gradient step besides its passes: samples, copies, update
+_COMPILER = 1.5  # seconds until the first optimizer of a process has loaded torch's compiler
 _FRAGMENTS = 2  # samples that judge lie in all batches, a few in each: passes of one take so much longer
 _UNFOLDED = 400  # price of an entry of a convolution's unfolded input, in multiply-adds of its Gram
 _DAY = 24 * 3600  # seconds of solves that deserve a warning
@@ -295,7 +297,9 @@ def forecast(
             name: (phases.get(name, 0.0) + (rounds - 1) * later.get(name, 0.0)) / rounds for name in {**phases, **later}
         }
     mean = sum(phases.values())
+    steps = fit is not None or decided.finetune is not None or decided.rounds.finetune is not None
     parts = (
+        *([Part("first step", 1, _COMPILER, once=True)] if steps and "torch._dynamo" not in sys.modules else []),
         *_allocation(workload, prices, recipe, pattern or Unstructured(0.5), fit),
         *_block_rates(workload, prices, fit),
         Part("layers", rounds * count, mean, phases=phases),
@@ -369,6 +373,7 @@ def _layers(
         judged = 2 * (fit.window + masks - 1) * (workload.held_out or 1.0)
         step = STEP_PASSES * prices.forward * workload.step + prices.update * workload.weights
         shared["steps of blocks"] = taken * step + judged * one_pass
+        shared["steps of blocks"] += taken / fit.window * workload.blocks * _STEP_CALL
         shared["forward passes"] += (fit.window - 0.5) * one_pass
         shared["outputs of dense blocks"] = one_pass
     by_layer = {}
@@ -402,6 +407,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     if allocation.criterion != "uniform":
         fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
+        judges = _judges_of_trials(workload, TRIAL_SAMPLES // len(workload.layers))
         for layer in workload.layers:
             rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
             settings, levels = fast.for_layer(layer.name), len(LEVELS) if layer in whole else 1
@@ -411,6 +417,8 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
                 solves += of_layer.seconds(layer, rows=rows * levels)
             else:
                 solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
+            if judges:  # a trial of the layer with all its rows
+                solves += of_layer.seconds(layer) + _FRAGMENTS * judges * prices.forward
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
         # Bits are divided by the spreads of layers alone, without solves.
@@ -439,7 +447,7 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     share = min(1.0, CURVE_TOKENS / workload.positions)
     levels = len(UNIT_LEVELS)
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
-    judges = min(trials, PROBE, _judges(workload)) if workload.length == 1 and trials >= LEAST_TRIAL else 0
+    judges = _judges_of_trials(workload, trials)
     probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
     passes = _FISHER_PASSES * probe + _FRAGMENTS * judges * (workload.sites * levels + 1)
     seconds = prices.forward * workload.length * passes
@@ -449,6 +457,12 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
         seconds += 2 * Solves(recipe.for_layer(layer.name), prices, grouped=True).seconds(layer)  # no unit is left
     mean = seconds / workload.sites
     return [Part("effects of widths", workload.sites, mean, once=True, phases={"allocation": mean})]
+
+
+def _judges_of_trials(workload: Work, most: int) -> float:
+    """The number of samples that judge each of some trials, at most `most`; 0 if they would say nothing."""
+    possible = workload.whole and workload.length == 1 and most >= LEAST_TRIAL
+    return min(most, PROBE, _judges(workload)) if possible else 0.0
 
 
 def _judges(workload: Work) -> float:
@@ -464,6 +478,7 @@ def _block_rates(workload: Work, prices: Prices, fit: BlockFit | None) -> list[P
     step = STEP_PASSES * prices.forward * workload.step + prices.update * workload.weights
     trials = block_trials(fit)
     trial = window * (trials.steps * step + (workload.held_out or 1.0) * _one_pass(workload, prices))
+    trial += trials.steps * _STEP_CALL
     return [Part(trials.name, len(trials.rates), trial, once=True, phases={"steps of blocks": trial})]
 
 
@@ -474,6 +489,7 @@ def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list
     step = (
         NETWORK_STEP * prices.forward * workload.step * (1 + workload.head / workload.weights)
         + prices.update * workload.weights
+        + _STEP_CALL * workload.blocks
     )
     step += prices.byte * (2 * workload.model_bytes + _MASTER_BYTES * workload.weights)
     phase = "steps of the network"
