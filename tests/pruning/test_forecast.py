@@ -1,5 +1,7 @@
 """The time that is left of a run, from its forecast and the work done so far."""
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import families
@@ -212,6 +214,22 @@ def test_gradient_steps_of_a_small_network_have_a_time_of_their_own():
     decided = Decisions(iobs.Rounds(), finetune)
     phases = cost.forecast(work, cost.Prices(0.0, 0.0, 1e-9, 2e-9), iobs.Recipe(), decided).phases
     assert phases["fine-tuning"] == pytest.approx(100 * cost._STEP_CALL)
+
+
+def test_block_steps_and_trials_of_layers_have_a_time_of_their_own(monkeypatch):
+    every, recipe = layers(4, 8, 8), iobs.Recipe.preset("fast")
+    work = cost.Work(every, 100, 100, 0.1, 4, 50.0, cost.inputs_by_width(every, 4))
+    decided = Decisions(recipe.rounds, None, blocks=recipe.blocks)
+    passes = cost.Prices(1e-3, 0.0, 0.0, 0.0)
+    text, image = (cost.forecast(each, passes, recipe, decided).phases for each in (work, replace(work, whole=True)))
+    judges = 100 * (0.2 * 0.9 + 0.1)
+    assert image["allocation"] - text["allocation"] == pytest.approx(1e-3 * 4 * 2 * judges)
+    free = cost.forecast(work, cost.Prices(0.0, 0.0, 0.0, 0.0), recipe, decided).phases
+    assert free["steps of blocks"] >= 4 * recipe.blocks.steps * cost._STEP_CALL
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # loaded
+    loaded = cost.forecast(work, passes, recipe, decided)
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert cost.forecast(work, passes, recipe, decided).seconds == pytest.approx(loaded.seconds + cost._COMPILER)
 
 
 @pytest.mark.parametrize("solver", [*iobs.solvers.SOLVERS])
