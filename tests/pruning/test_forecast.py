@@ -225,7 +225,7 @@ def test_block_steps_and_trials_of_layers_have_a_time_of_their_own(monkeypatch):
     judges = 100 * (0.2 * 0.9 + 0.1)
     assert image["allocation"] - text["allocation"] == pytest.approx(1e-3 * 4 * 2 * judges)
     free = cost.forecast(work, cost.Prices(0.0, 0.0, 0.0, 0.0), recipe, decided).phases
-    assert free["steps of blocks"] >= 4 * recipe.blocks.steps * cost._STEP_CALL
+    assert free["steps of blocks"] > 4 * cost._STEP_CALL  # calls of steps, at least one of each block
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # loaded
     loaded = cost.forecast(work, passes, recipe, decided)
     monkeypatch.delitem(sys.modules, "torch._dynamo")
