@@ -282,10 +282,14 @@ def test_bad_requests_are_refused():
         iobs.solve(problem, iobs.Groups(2, 2), "scores", scores=torch.ones(3))
     with pytest.raises(PatternError, match="do not divide"):
         iobs.solve(problem, iobs.Groups(3, 2))
-    with pytest.raises(PatternError, match="removes whole columns"):
+    with pytest.raises(ProblemError, match="for other patterns"):
         iobs.solve(problem, iobs.Groups(2, 2), iobs.ADMM())
-    with pytest.raises(PatternError, match="take the pattern"):
+    with pytest.raises(ProblemError, match="for other patterns"):
         iobs.solve(problem, iobs.Unstructured(0.5), GROUP_SOLVERS["greedy"]())
+    with pytest.raises(PatternError, match="removes whole columns"):
+        iobs.ADMM()(problem, iobs.Groups(2, 2))
+    with pytest.raises(PatternError, match="take the pattern"):
+        GROUP_SOLVERS["greedy"]()(problem, iobs.Unstructured(0.5))
 
 
 def test_refit_of_a_singular_support_is_an_error():

@@ -26,6 +26,7 @@ from iobs.solvers import (
     Wanda,
     require_known_solver,
 )
+from iobs.solvers.families import GRID_SOLVERS
 
 VALUES = [
     ADMM(budget="best"),
@@ -132,6 +133,11 @@ def test_groups_of_several_rows_are_refused():
         ({"solver": ADMM}, "solver must be a name"),
         ({"refine": Swap}, "refine must be a name"),
         ({"damping": "a"}, "damping must be a number"),
+        ({"pattern": iobs.Rate(4), "solver": ADMM()}, "is for other patterns; choose one of rounding"),
+        ({"pattern": iobs.Grid(4), "solver": SparseGPT()}, "is for other patterns; choose one of admm"),
+        ({"pattern": iobs.Grid(4), "refine": Swap()}, "is for other patterns; leave it out"),
+        ({"pattern": iobs.Groups((0, 1) * 4, 1), "solver": ADMM()}, "is for other patterns"),
+        ({"solver": GRID_SOLVERS["gptq"]()}, "is for other patterns"),
     ],
 )
 def test_solve_refuses_arguments_of_another_kind(arguments, message):

@@ -88,6 +88,9 @@ GRIDS = SolverFamily(GRID_SOLVERS, {}, "admm")
 RATES = SolverFamily(RATE_SOLVERS, {}, "rounding")
 
 
+FAMILIES = (ENTRIES, COLUMN_GROUPS, GRIDS, RATES)
+
+
 def family_of(pattern: Pattern) -> SolverFamily:
     """The family of a pattern.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from numbers import Real
@@ -22,6 +22,7 @@ from iobs.solvers.families import (
     BUDGETED,
     COLUMN_GROUPS,
     ENTRIES,
+    FAMILIES,
     GRIDS,
     RATES,
     REFINEMENTS,
@@ -232,6 +233,7 @@ def _solver(family: SolverFamily, solver: str | Solver, budget: Budget, options:
             raise ProblemError(
                 f"Options {sorted(options)} go to the solver's own constructor when an instance is given."
             )
+        _require_kind("solver", solver, family.solvers, [each.solvers for each in FAMILIES])
         return solver
     if solver not in family.solvers:
         raise ProblemError(
@@ -273,11 +275,21 @@ def _require_name_or_function(argument: str, value: object) -> None:
         raise ProblemError(f"{argument} must be a name or a function such as iobs.ADMM(), got {value!r}.")
 
 
+def _require_kind(
+    argument: str, value: object, own: Mapping[str, object], every: Sequence[Mapping[str, object]]
+) -> None:
+    """Raise if a value is of a class of this library for other patterns, which would leave grids or rates out."""
+    if type(value) not in own.values() and any(type(value) in kinds.values() for kinds in every):
+        ways = f"choose one of {', '.join(sorted(own))}, by name" if own else "leave it out"
+        raise ProblemError(f"{argument}={value!r} is for other patterns; {ways}.")
+
+
 def _refinement(family: SolverFamily, refine: str | Refinement | None) -> Refinement | None:
     if refine is None:
         return None
     _require_name_or_function("refine", refine)
     if not isinstance(refine, str):
+        _require_kind("refine", refine, family.refinements, [each.refinements for each in FAMILIES])
         return refine
     if refine not in family.refinements:
         names = ", ".join(sorted(family.refinements))
