@@ -187,14 +187,15 @@ def test_prune_to_bits_a_weight(run, tmp_path):
 
 def test_dry_run_of_a_size_shows_its_bits_and_its_least(run, tmp_path):
     shown = run("prune", "-o", tmp_path / "out", "--megabytes", "3", "--dry-run", *QUICK).output
-    assert "divides the bits" in shown
+    assert "the run divides them" in shown
+    assert "bits a weight" in shown
     message = one_error(run("prune", "-o", tmp_path / "out", "--megabytes", "0.01", "--dry-run", *QUICK, code=2))
     assert "The least for this network is" in message
     shown = run("prune", "-o", tmp_path / "out", "--bits", "4", "--dry-run", *QUICK).output
     assert "bits a weight" in shown
     assert "4.1" in shown or "4.2" in shown
     plan = json.loads(run("prune", "--pattern", "2:4", "--bits-per-weight", "4", "--dry-run", "--json", *QUICK).stdout)
-    assert all(2 * row["zeros"] == prod(row["shape"]) for row in plan["layers"])
+    assert all(2 * row["zeros"] == prod(row["shape"]) == row["bits"] / 4 for row in plan["layers"])
     plan = json.loads(run("prune", "--sparsity", "50%", "--bits", "4", "--dry-run", "--json", *QUICK).stdout)
     assert all(2 * row["zeros"] == prod(row["shape"]) < row["bits"] for row in plan["layers"])
     assert "even division" in plan["about"]

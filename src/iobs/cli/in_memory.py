@@ -244,7 +244,10 @@ def show_layers(
 
     patterns, pattern = request.patterns, request.pattern
     zeros = {layer: asked_zeros(patterns[layer], layer.shape) for layer in patterns}
-    bits = {layer: stored_bits(patterns[layer], layer.shape) for layer in patterns}
+    bits = {
+        layer: round(each.bits * layer.weights) if isinstance(each, Rate) else stored_bits(each, layer.shape)
+        for layer, each in patterns.items()
+    }
     about = _about_the_division(request)
     if as_json:
         layers = [
@@ -292,7 +295,10 @@ def _about_the_division(request: Request) -> str:
     if isinstance(pattern, Rate) and request.recipe.division.criterion != "uniform":
         weights = sum(layer.weights for layer, of_layer in request.patterns.items() if of_layer is pattern)
         megabytes = weights * pattern.bits / 8e6
-        return f"The run divides the bits among these layers; together they take {megabytes:.4g} MB."
+        return (
+            "The bits shown are those of an even division; the run divides them among these layers. Together they take "
+            f"{megabytes:.4g} MB."
+        )
     allocation = under_pattern(request.recipe.division, pattern)
     moved = allocation.criterion != "uniform" or request.recipe.network_solver is not None
     return "The zeros shown are those of an even division; the run moves zeros between layers." if moved else ""
