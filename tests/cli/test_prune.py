@@ -208,12 +208,11 @@ def test_bits_are_given_once(run, tmp_path):
 
 
 @pytest.mark.usefixtures("small_embedded")
-def test_dry_run_of_a_network_solver_shows_no_time_of_zero(run):
-    shown = run("prune", "--dry-run", "--solver", "woodfisher", *QUICK).output
-    assert "The time of this solver is not foretold" in shown
-    assert "Predicted time" not in shown
-    plan = run("prune", "--dry-run", "--solver", "woodfisher", "--json", *QUICK).stdout
-    assert json.loads(plan)["seconds"] is None
+@pytest.mark.parametrize("solver", ["global-magnitude", "chita"])
+def test_dry_run_of_a_network_solver_shows_its_time(run, solver):
+    shown = run("prune", "--dry-run", "--solver", solver, "--include", "*.0.*.q_proj", *QUICK).output
+    assert "Predicted time" in shown
+    assert "stages of the whole network" in shown
 
 
 def test_dry_run_writes_nothing(run, tmp_path, monkeypatch):

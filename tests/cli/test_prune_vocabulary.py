@@ -41,6 +41,7 @@ def test_dry_run_shows_what_would_be_removed(run, small_model, text):
     arguments = ("prune", small_model, *ARGUMENTS, "--data", text, "--dry-run")
     assert "2,048" in run(*arguments).output
     plan = json.loads(run(*arguments, "--json").stdout)
+    assert plan["seconds"] > 0
     assert (plan["units"][0]["count"], plan["units"][0]["kept"], plan["units"][0]["kind"]) == (2048, 1024, "tokens")
 
 

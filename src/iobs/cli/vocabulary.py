@@ -75,7 +75,7 @@ def prune_vocabulary(
     heldout = None if not eval_data else _documents(eval_data, loaded)
     removal = VocabularyRemoval(loaded, corpus, 1 - pattern.sparsity, heldout)
     if dry_run:
-        show_units_plan(pattern, removal.plan(), as_json, "The run measures bits per byte before and after.")
+        show_units_plan(pattern, removal.plan(run.seq_len), as_json, "The run measures bits per byte before and after.")
         return loaded, None
     with ConsoleSteps("bits per byte") as steps:
         smaller, report = removal.remove(run.seq_len, steps.update)

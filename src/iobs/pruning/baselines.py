@@ -299,6 +299,13 @@ METHODS: dict[type[NetworkSolver], Method] = {
     CBS: cbs,
     CHITA: chita,
 }
+
+
+def method_of(solver: NetworkSolver) -> Method:
+    """The function of a solver of the whole network."""
+    return partial(chita, searches=solver.searches) if isinstance(solver, CHITA) else METHODS[type(solver)]
+
+
 _FIRST_STAGE = 0.1  # sparsity of the first of several stages
 
 
@@ -400,10 +407,7 @@ def _prune_once(
     workspace.memory.look()
     sizes = [layer.weights for layer in layers]
     fisher = BlockFisher(rows, solver.damping, solver.block, tuple(sizes), tuple(layer.name for layer in layers))
-    method = METHODS[type(solver)]
-    if isinstance(solver, CHITA):
-        method = partial(chita, searches=solver.searches)
-    pruned = method(weights, fisher, keep)
+    pruned = method_of(solver)(weights, fisher, keep)
     for layer, values in zip(layers, torch.split(pruned, sizes), strict=True):
         if not bool(torch.isfinite(values).all()):
             raise NonFiniteError(f"The pruned weight of layer {layer.name!r} holds NaN or infinity; raise the damping.")

@@ -7,11 +7,12 @@ import re
 import tempfile
 import time
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -48,6 +49,7 @@ Corpus: TypeAlias = str | Path | Iterable[str] | Iterable[Batch]  # a file, text
 
 _PIECES = re.compile(r".{1,2000}(?=\s|$)|.{1,2000}", re.DOTALL)  # of a text, cut before a space where one is
 _HELD_OUT = 10  # every tenth piece of the corpus is not counted, but scored
+_TIMED = 8_000  # characters of held-out text whose score is timed for a dry run
 _MOST_HELD_OUT = 100_000  # characters: about a minute of a model with 100 million weights
 _FEW = 20  # tokens of a corpus for each token of the vocabulary; with fewer the rare tokens are chosen by chance
 _PIECES_A_CALL = 64
@@ -177,8 +179,8 @@ class VocabularyRemoval:
             )
             warnings.warn(self.notes[-1], stacklevel=4)
 
-    def plan(self) -> UnitsPlan:
-        """The removal, as `iobs prune --dry-run` shows it."""
+    def plan(self, length: int) -> UnitsPlan:
+        """The removal and its time with windows of `length` tokens, as `iobs prune --dry-run` shows it."""
         name, total = self._name(), len(self._ids)
         least = self._least()
         before, after = parameter_count(self.model.module), parameter_count(with_rows(self.model.module, self.rows))
@@ -186,7 +188,22 @@ class VocabularyRemoval:
             (PlannedUnits(name, "tokens", (name,), total, len(self.rows), least),),
             (PlannedCost("parameters", before, after, "of the whole network"),),
             (self.about_the_split(), *self.notes),
+            seconds=self._seconds_of_scores(length),
         )
+
+    def _seconds_of_scores(self, length: int) -> float | None:
+        """Time of the scores before and after, from that of the first texts; None if none are measured."""
+        if not self._scores_bits() or not self.heldout:
+            return None
+        sizes = list(accumulate(map(len, self.heldout)))
+        few = 1 + bisect_left(sizes[:-1], _TIMED)
+        began = time.perf_counter()
+        bits_per_byte(self.model, self.heldout[:few], self.model.window_length(length))
+        return 2 * (time.perf_counter() - began) * sizes[-1] / sizes[few - 1]
+
+    def _scores_bits(self) -> bool:
+        """True if the model can be scored: a causal language model in memory."""
+        return self.model.task == "causal-lm" and not _is_empty(self.model)
 
     def _least(self) -> int:
         """The number of tokens that must stay."""
@@ -267,7 +284,7 @@ class VocabularyRemoval:
             self.heldout, add_special_tokens=False
         )
         scores = {"bytes per token": size / sum(len(each.ids) for each in encoded)}
-        if model.task == "causal-lm" and not _is_empty(model):
+        if self._scores_bits():
             window = model.window_length(length)
             scores["bits per byte"] = bits_per_byte(model, self.heldout, window, progress=progress)
         return scores

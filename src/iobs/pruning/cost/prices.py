@@ -19,7 +19,8 @@ from iobs.core.column_groups import Groups
 from iobs.core.integers import least_bits
 from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern, Rate, Unstructured
-from iobs.errors import IOBSError, PatternError
+from iobs.errors import CalibrationError, IOBSError, PatternError
+from iobs.pruning.baselines import BlockFisher, gradient_rows, method_of
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
 from iobs.pruning.calibration.replay import BEFORE, Stream
@@ -30,7 +31,7 @@ from iobs.pruning.layerwise.problem import Task, solve_layer, solver_of_groups
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.curves import recipe_of_curves
-from iobs.pruning.recipe import BlockFit, LayerSettings, Recipe
+from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
@@ -46,6 +47,7 @@ _SMALL = 8, 128  # most rows and columns of a layer whose solve takes hardly any
 _STRONG = 64  # directions of the made-up inputs that are stronger than the others
 _TOKENS = 1024  # most inputs of a Gram that is timed
 _ENTRIES = 2**22  # of a sum that is timed
+_FEW_GRADIENTS, _BLOCKS = 4, 8  # samples and blocks of a trial of a solver of the whole network
 _TRIALS = 1.5  # seconds of solves of single layers, besides the one that gives the price of an operation
 _CALLS, _MOST_CALLS, _ENOUGH = 3, 20, 0.3  # calls, and seconds of enough of them; the fastest counts
 _LONG = 1.0  # seconds after which a call is not repeated
@@ -89,7 +91,10 @@ def measure(
             grouped={layer.name for layer, pattern in request.patterns.items() if isinstance(pattern, Groups)},
             batches=len(data.batches),
         )
-        prices = _prices_of_solves(workload, request, store.device)
+        if (solver := request.recipe.network_solver) is None:
+            prices = _prices_of_solves(workload, request, store.device)
+        else:
+            prices = Prices(0.0, 0.0, 0.0, 0.0, stage=_price_of_stage(store, request, solver, data, held_out))
     byte = passes.bringing / workload.model_bytes
     return workload, replace(prices, forward=passes.seconds / count, byte=byte)
 
@@ -273,6 +278,31 @@ def _price_of_solves(
         if kind in measured and shapes[layer] == (layer.shape[0] // layer.groups, layer.shape[1]):
             names[layer.name] = measured[kind]
     return seconds, max(whole - seconds, 0.1 * whole) / per_operation, names
+
+
+def _price_of_stage(store: Store, request: Request, solver: NetworkSolver, data: Samples, held_out: float) -> float:
+    """Seconds of a stage of a solver of the whole network: gradients of a few samples, and blocks of one layer.
+
+    0 if the samples have no labels.
+    """
+    layers, samples = tuple(request.patterns), round(data.samples * (1 - held_out))
+    few, gradients = data.first(_FEW_GRADIENTS), 0.0
+    rows = torch.zeros(few.samples, sum(layer.weights for layer in layers), device=store.device)
+    weights = torch.cat([layer.read(store.model).flatten().float() for layer in layers])
+    if not isinstance(solver, GlobalMagnitude):
+        try:
+            rows = gradient_rows(store.model, layers, few)
+        except CalibrationError:
+            return 0.0
+        seconds = timed(lambda: gradient_rows(store.model, layers, few), store.device, 1)
+        gradients = seconds / few.samples * samples
+    part = min(len(weights), _BLOCKS * solver.block)
+    # Mixtures of the few gradients stand for those of all samples.
+    mixed = torch.randn(samples, few.samples, generator=torch.Generator().manual_seed(0)).to(rows.device)
+    fisher = BlockFisher(mixed @ rows[:, :part], solver.damping, solver.block, (part,))
+    keep = max(1, part // 2)
+    solve = timed(lambda: method_of(solver)(weights[:part], fisher, keep), store.device, 1)
+    return gradients + solve * len(weights) / part
 
 
 def _price_of_grams(workload: Work, side: int, pairs: bool, device: torch.device) -> float:

@@ -34,7 +34,7 @@ from iobs.pruning.plan.curves import (
 )
 from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.widths import LEVELS as UNIT_LEVELS
-from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, Recipe
+from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
@@ -85,6 +85,7 @@ class Prices:
         loop: of an operation in loops over single entries; the default is that of float64 on all cores of a large CPU.
         update: of one weight in the update of an optimizer, besides the passes of the step.
         byte: of a byte of a block that is brought to the device; 0 if the model is there.
+        stage: of a stage of a solver of the whole network; 0 if it is not known.
         of_curves: prices of the solves that measure damages of layers; None: as those of the run.
         measured: of whole solves, by name of the layer; other layers are priced by their operations.
     """
@@ -97,6 +98,7 @@ class Prices:
     loop: float = 2e-11
     update: float = 0.0
     byte: float = 0.0
+    stage: float = 0.0
     of_curves: Prices | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
 
@@ -285,7 +287,7 @@ def forecast(
         sampled: number of windows of text that are sampled from the dense model.
     """
     if recipe.network_solver is not None:
-        return Forecast(())
+        return _of_whole_network(workload, prices, recipe.network_solver, decided)
     workload = workload.swept(recipe)
     fit = decided.blocks.within(workload.steps) if decided.blocks is not None and workload.blocks else None
     rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
@@ -310,6 +312,16 @@ def forecast(
         seconds = _SAMPLED * prices.forward * workload.length
         parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
     return Forecast(parts, weights)
+
+
+def _of_whole_network(workload: Work, prices: Prices, solver: NetworkSolver, decided: Decisions) -> Forecast:
+    """The stages of a solver of the whole network, losses, and gradient steps; nothing without labels."""
+    if not prices.stage:
+        return Forecast(())
+    rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count
+    losses = _LOSSES * (1 + rounds) * _one_pass(workload, prices)
+    stages = Part("stages of the whole network", rounds * solver.stages, prices.stage)
+    return Forecast((stages, Part("forward passes", 1, losses), *_fine_tuning(workload, prices, decided, rounds)))
 
 
 def _round(
