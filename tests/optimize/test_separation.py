@@ -28,8 +28,19 @@ CLASSES = np.digitize(X[:, 1], [-0.5, 0.5])
         (lambda: iobs.SparseClassifier(1, ridge=0.0).fit(X, X[:, 1] > 0), "x1"),
         (lambda: iobs.SparseClassifier(1, ridge=0.0).fit(X, CLASSES), "x1"),
         (lambda: iobs.SparseClassifier(2, ridge=0.0).fit(X, X[:, 1] - X[:, 2] > 0), "x1, x2"),
+        (lambda: iobs.SparseCox(1).fit(X, np.c_[np.argsort(np.argsort(-X[:, 0])) + 1.0, np.ones(200)]), "x0"),
     ],
-    ids=["cox", "minimize", "poisson", "negative binomial", "tweedie", "logistic", "multinomial", "two columns"],
+    ids=[
+        "cox",
+        "minimize",
+        "poisson",
+        "negative binomial",
+        "tweedie",
+        "logistic",
+        "multinomial",
+        "two columns",
+        "order",
+    ],
 )
 def test_separating_columns_are_named(fit, name):
     with pytest.warns(SeparationWarning, match=f"separated by {name}: .* or give a ridge"):
@@ -42,12 +53,14 @@ def test_separating_columns_are_named(fit, name):
         lambda: iobs.SparseCox(2, ridge=0.01).fit(CENSORED, SURVIVAL),
         lambda: iobs.SparseClassifier(1).fit(X, X[:, 1] > 0),
         lambda: iobs.SparseClassifier(1).fit(X, CLASSES),
+        lambda: iobs.SparseCox(2, lower=-0.1, upper=0.1).fit(X, SURVIVAL),
+        lambda: iobs.SparseRegressor(2, loss="poisson", upper=0.01).fit(X, COUNTS),
         lambda: iobs.SparseClassifier(2, ridge=0.0).fit(X, X[:, 1] + 0.2 * X[:, 2] ** 3 > 0.1),
         lambda: iobs.SparseRegressor(3, loss="poisson").fit(LEVELS, np.exp(LEVELS @ [1.0, -9.0, 5.0])),
         lambda: iobs.SparseRegressor(2, loss="poisson").fit(X, np.exp(X @ [5.0, -4.0, 0.0])),
         lambda: iobs.SparseRegressor(2, loss="gamma").fit(X, np.exp(X @ [5.0, -4.0, 0.0])),
     ],
-    ids=["cox", "logistic", "multinomial", "hardly separated", "rare counts", "noiseless", "gamma"],
+    ids=["cox", "logistic", "multinomial", "at bounds", "at a bound", "hardly", "rare counts", "noiseless", "gamma"],
 )
 def test_finite_coefficients_carry_no_warning(fit):
     with warnings.catch_warnings():

@@ -71,7 +71,7 @@ def best_columns(problem: Regression, k: str, seed: int) -> SolveResult:
 
     estimator = problem.estimator(k, seed)
     data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
-    warn_of_separation(path.objective, path.fit, problem.names)
+    warn_of_separation(path.objective, path.free_fit, problem.names)
     return SolveResult(problem, estimator, data, path)
 
 
@@ -126,7 +126,7 @@ def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
     order = chosen.support[np.argsort(-chosen.statistics[chosen.support], kind="stable")]
     supports = [order[:k] for k in range(order.size + 1)]
     data, path = fit_supports(estimator, table.X, problem.answers, supports)
-    warn_of_separation(path.objective, path.fit, problem.names)
+    warn_of_separation(path.objective, path.free_fit, problem.names)
     return SolveResult(problem, estimator, data, path, chosen)
 
 

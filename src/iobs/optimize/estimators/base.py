@@ -125,6 +125,14 @@ class ChosenPath:
         """The fit of the chosen k."""
         return self.fits[self.best]
 
+    @property
+    def free_fit(self) -> Fit:
+        """The fit of the chosen k on the coordinates that are at no bound."""
+        if self.bounds is None:
+            return self.fit
+        tabled = isinstance(self.objective, Tabled)
+        return self.fit.strictly_within(self.bounds.repeated(self.objective.outputs) if tabled else self.bounds)
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
@@ -198,7 +206,7 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
         with few_threads(data.X.shape[0] * data.X.shape[1]):
             path = self._proved(self._search(data, sample_groups))
             self._store(data, path)
-        warn_of_separation(path.objective, path.fit, self._names())
+        warn_of_separation(path.objective, path.free_fit, self._names())
         return self
 
     def _proved(self, path: ChosenPath) -> ChosenPath:
@@ -293,7 +301,7 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
 
     def _store(self, data: Observations, path: ChosenPath) -> None:
         """Set the attributes of a fitted estimator."""
-        objective, bounds = path.objective, path.bounds
+        objective = path.objective
         self.k_ = path.sizes[path.best]
         self.path_: list[PathEntry] = [
             self._entry(objective, fit, size, score, error)
@@ -302,10 +310,7 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
         self.support_ = self.path_[path.best]["support"]
         self.n_iter_ = len(path.sizes)
         self._keep(objective, path.fit)
-        if bounds is not None and isinstance(objective, Tabled):
-            bounds = bounds.repeated(objective.outputs)
-        estimated = path.fit if bounds is None else path.fit.strictly_within(bounds)
-        self._keep_errors(objective, estimated, self._sample_count(data))
+        self._keep_errors(objective, path.free_fit, self._sample_count(data))
         if len(path.sizes) > 1:
             self._keep_spread(data, objective)
 
