@@ -122,3 +122,22 @@ def test_folds_of_people_have_events_too():
     assert all(events[test].any() for _, test in given)
     again = iobs.SparseCox("cv", cv=given).fit(X, np.c_[TIMES, events])
     assert [entry["score"] for entry in folds.path_] == [entry["score"] for entry in again.path_]
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda X, y: iobs.SparseRegressor(4).fit(X, y),
+        lambda X, y: iobs.SparseRegressor(4, loss="poisson").fit(X, np.floor(np.exp(y / 2))),
+        lambda X, y: iobs.SparseClassifier(4, ridge=0.0).fit(X, np.sin(9 * y) > 0),
+        lambda X, y: iobs.SparseCox(4).fit(X, np.c_[np.exp(-y), np.ones(len(y))]),
+    ],
+    ids=["squared", "poisson", "logistic", "cox"],
+)
+def test_a_sum_of_columns_beside_them_is_not_taken(rng, fit):
+    first, second, third = rng.standard_normal((3, 120))
+    y = 2 * first - second + 0.5 * rng.standard_normal(120)
+    model = fit(np.c_[first, second, third, first + second], y)
+    assert model.support_.tolist() == [0, 1, 2]
+    assert np.nanmax(model.standard_errors_) < 10
+    assert iobs.SparseRegressor(4, ridge=0.1).fit(np.c_[first, second, third, first + second], y).support_.size == 4

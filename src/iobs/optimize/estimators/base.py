@@ -39,7 +39,7 @@ from iobs.optimize.refit.separation import warn_of_separation
 from iobs.optimize.refit.within import Bounds
 from iobs.optimize.search.groups import CoordinateGroups, labels_to_groups
 from iobs.optimize.search.hierarchy import Hierarchy
-from iobs.optimize.search.path import fit_path, information, standard_errors
+from iobs.optimize.search.path import fit_path, information, standard_errors, without_dependent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,6 +297,8 @@ class SparseEstimator(ColumnSelector, BaseEstimator, ABC):  # type: ignore[misc]
         if self.thorough and not single and not isinstance(groups, CoordinateGroups):
             thorough = fit_path(objective, groups, [sizes[best]], True, self.random_state, bounds=bounds)[0]
             fits[best] = min(fits[best], thorough, key=lambda fit: fit.value)
+        if groups is None and bounds is None:
+            fits[best] = without_dependent(objective, fits[best])
         return ChosenPath(objective, sizes, fits, scores, errors, best, bounds)
 
     def _store(self, data: Observations, path: ChosenPath) -> None:

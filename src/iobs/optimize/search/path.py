@@ -25,6 +25,7 @@ from iobs.optimize.search.groups import CoordinateGroups, group_path
 from iobs.optimize.search.hierarchy import Hierarchy, hierarchical_path
 from iobs.optimize.search.swaps import Swapper
 
+_DEPENDENT = 1e-11  # share of a column, squared, that the columns before it leave
 Criterion = Literal["aic", "bic", "ebic"]
 
 
@@ -77,6 +78,25 @@ def _extend(problem: Problem, fit: Fit) -> Fit:
         support = np.sort(np.append(fit.support, np.argmax(score))).astype(np.int64)
         fit = refit(problem.objective, support, fit.theta)
     return fit
+
+
+def without_dependent(objective: Objective, fit: Fit) -> Fit:
+    """The fit without coordinates that add nothing to the others, as a sum of two columns beside both.
+
+    Forced coordinates stay; of the others the earlier ones do. Coordinates with a ridge all add something.
+    """
+    free = np.setdiff1d(fit.support, objective.forced)
+    order = np.concatenate([np.setdiff1d(fit.support, free), free]).astype(np.int64)
+    block = objective.hessian_block(fit.theta, order)
+    scale = np.sqrt(np.maximum(block.diagonal(), 1e-300))
+    left = block / np.outer(scale, scale)
+    kept = np.ones(order.size, dtype=np.bool_)
+    for place in range(order.size):  # Cholesky's elimination
+        if left[place, place] < _DEPENDENT:
+            kept[place] = place < order.size - free.size
+        else:
+            left = left - np.outer(left[place], left[place]) / left[place, place]
+    return fit if kept.all() else refit(objective, np.sort(order[kept]), fit.theta)
 
 
 def fit_path(
