@@ -88,6 +88,17 @@ def test_audit_counts_each_row_and_layer_separately():
         require_promised(iobs.audit(model), renamed, Path("here"))
 
 
+def test_audit_reads_transposed_layers_of_files_as_the_model_does(tmp_path):
+    weight = torch.ones(8, 12)  # (inputs, outputs)
+    weight.view(2, 4, 12)[:, :2] = 0.0
+    save_file({"h.0.attn.c_attn.weight": weight}, tmp_path / "model.safetensors")
+    with pytest.raises(AuditError):
+        iobs.audit(tmp_path, "2:4")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (row,) = iobs.audit(tmp_path, "2:4")
+    assert (row.shape, row.zeros, row.asked) == ((12, 8), 48, 48)
+
+
 def test_audit_refuses_unreadable_files(tmp_path):
     with pytest.raises(ModelError, match=r"no \.safetensors file"):
         iobs.audit(tmp_path)

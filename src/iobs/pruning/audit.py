@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +30,9 @@ _CHANGED = "The layer was pruned to another pattern, or changed since."
 _PRUNED_SHARE = 0.1  # a layer with a smaller share of the zeros that a pattern asks for counts as not pruned
 _MASKED_SHARE = 0.9  # of the zeros of a rate, from which a matrix of integers counts as pruned to it
 
+# Models of transformers whose layers Conv1D are stored as (inputs, outputs), and the names of these layers.
+_WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_CONV1D = re.compile(r"(?:^|\.)(?:c_attn|q_attn|c_proj|c_fc)\.weight$")
 # Name, weights (rows, columns), and the positions of the kernel that it may have (`check`).
 Matrix: TypeAlias = tuple[str, Tensor, tuple[int, ...]]
 
@@ -254,14 +259,25 @@ def _of_files(path: Path) -> Generator[Matrix]:
     files = [path] if path.is_file() else weight_files(path)
     if not files:
         raise ModelError(f"{path} holds no .safetensors file{packed_hint(path) or '; give what iobs prune wrote'}.")
+    transposed = _kind_of(files[0].parent) in _WITH_CONV1D
     for file in files:
         require_dense(file)
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    yield from _matrices(name, tensors.get_tensor(name))
+                    tensor = tensors.get_tensor(name)
+                    yield from _matrices(name, tensor.T if transposed and _CONV1D.search(name) else tensor)
         except Exception as error:
             raise ModelError(f"{file} cannot be read as safetensors ({error}); it may be truncated.") from error
+
+
+def _kind_of(folder: Path) -> str | None:
+    """The kind of a model of transformers by its configuration; None if the folder says none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return None
+    return config.get("model_type") if isinstance(config, dict) else None
 
 
 def _matrices(name: str, tensor: Tensor) -> Iterator[Matrix]:
