@@ -22,15 +22,15 @@ def test_rooms_that_pages_name_need_no_import_of_their_own():
     assert found.stdout.split() == ["solve_many", "load"], found.stderr
 
 
-def test_a_table_is_explained_without_torch(tmp_path):
+def test_a_table_is_explained_without_torch_and_scikit_learn(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("a,b,y\n" + "".join(f"{j},{j % 3},{2 * j + j % 2}\n" for j in range(12)))
     code = (
         "import sys; sys.argv = ['iobs', 'solve', sys.argv[1], '-k', '1', '--quiet']\nfrom iobs.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'sklearn' in sys.modules)"
     )
     found = run(code, file)
-    assert found.stdout.rstrip().endswith("False"), found.stdout + found.stderr
+    assert found.stdout.rstrip().endswith("False False"), found.stdout + found.stderr
 
 
 REFUSALS = """

@@ -16,8 +16,8 @@ from iobs.core.files import whole_file
 
 if TYPE_CHECKING:
     from iobs.cli.solve_inputs import Regression
-    from iobs.optimize.estimators.base import ChosenPath, Observations, SparseEstimator
     from iobs.optimize.estimators.knockoffs import KnockoffFilter
+    from iobs.optimize.estimators.paths import ChosenPath, Observations, PathSearch
     from iobs.optimize.estimators.risk_score import RiskScore
     from iobs.optimize.objectives.design import Array
 
@@ -39,7 +39,7 @@ class SolveResult:
     """
 
     problem: Regression
-    estimator: SparseEstimator
+    estimator: PathSearch
     data: Observations
     path: ChosenPath
     knockoffs: KnockoffFilter | None = None
@@ -66,10 +66,10 @@ class SolveResult:
 
 def best_columns(problem: Regression, k: str, seed: int) -> SolveResult:
     """Choose k if it is a criterion, then fit every k up to it; the last fit by the best known method."""
-    from iobs.optimize.estimators.base import fit_from_zero
+    from iobs.optimize.estimators.paths import fit_from_zero
     from iobs.optimize.refit.separation import warn_of_separation
 
-    estimator = problem.estimator(k, seed)
+    estimator = problem.search(k, seed)
     data, path = fit_from_zero(estimator, problem.table.X, problem.answers, problem.weights, offset=problem.offset)
     warn_of_separation(path.objective, path.free_fit, problem.names)
     return SolveResult(problem, estimator, data, path)
@@ -83,7 +83,7 @@ def card_columns(problem: Regression, k: int, seconds: float, seed: int) -> Solv
     """
     from iobs.errors import DataError
     from iobs.optimize.estimators import RiskScore
-    from iobs.optimize.estimators.base import ChosenPath
+    from iobs.optimize.estimators.paths import ChosenPath
     from iobs.optimize.refit.newton import Fit
 
     table = problem.table
@@ -110,8 +110,8 @@ def knockoff_columns(problem: Regression, fdr: float, seed: int) -> SolveResult:
         ProblemError: columns that have no knockoffs.
     """
     from iobs.errors import DataError
-    from iobs.optimize.estimators.base import fit_supports
     from iobs.optimize.estimators.knockoffs import knockoff_filter
+    from iobs.optimize.estimators.paths import fit_supports
     from iobs.optimize.refit.separation import warn_of_separation
 
     table = problem.table
@@ -219,11 +219,11 @@ def _features(solution: SolveResult) -> list[JSONObject]:
 
 def _concordance(solution: SolveResult) -> float | None:
     """Harrell's concordance of Cox's model on the table; None for other losses, and where pairs are too many."""
-    from iobs.optimize.estimators.survival import concordance
-
     events, data = solution.problem.events, solution.data
     if events is None or len(events) * float(events.sum()) > _PAIRS:
         return None
+    from iobs.optimize.estimators.survival import concordance
+
     margin = data.margin(solution.coefficients[0], 0.0)
     return _finite(concordance(data.y[:, 0], events, margin, data.weights))
 
@@ -241,7 +241,6 @@ def _path(solution: SolveResult) -> list[JSONObject]:
 def _fitted(solution: SolveResult) -> JSONObject:
     """The model on the columns of the file that it uses."""
     from iobs.data.fitted import Fitted
-    from iobs.optimize.estimators.survival import baseline
     from iobs.optimize.search.hierarchy import pairs_of
 
     problem, data, coefficients = solution.problem, solution.data, solution.coefficients
@@ -261,6 +260,8 @@ def _fitted(solution: SolveResult) -> JSONObject:
     kept += products.tolist()
     survival = None
     if problem.events is not None:  # relative to a row at the means of the columns
+        from iobs.optimize.estimators.survival import baseline
+
         constants = -np.average(data.X, axis=0, weights=data.weights) @ coefficients.T
         margin = data.margin(coefficients[0], constants[0])
         survival = baseline(data.y[:, 0], problem.events, data.weights, margin)

@@ -13,7 +13,8 @@ from iobs.errors import DataError
 if TYPE_CHECKING:
     from iobs.cli.solve_options import CoefficientLimits, TableColumns
     from iobs.data.tables import Table
-    from iobs.optimize.estimators.base import Labels, SparseEstimator
+    from iobs.optimize.estimators.base import SparseEstimator
+    from iobs.optimize.estimators.paths import Labels, PathSearch
     from iobs.optimize.objectives.design import Array
     from iobs.optimize.refit.within import Bounds
 
@@ -61,6 +62,25 @@ class Regression:
         """The targets as the estimator takes them: (n,), or times and events (n, 2)."""
         return self.table.y if self.events is None else np.column_stack([self.table.y, self.events])
 
+    def search(self, k: str, seed: int) -> PathSearch:
+        """The search along a path of the loss: without scikit-learn, which takes a second to load, where it can be.
+
+        Raises:
+            DataError: as `estimator`.
+        """
+        from iobs.optimize.estimators.paths import is_clean
+        from iobs.optimize.estimators.regression_path import RegressionPath
+
+        plain = self.interactions is None and self.weights is None and self.loss not in ("cox", "logistic")
+        if not (plain and is_clean(self.table.X, self.answers)):
+            return self.estimator(k, seed)
+        return RegressionPath(self._checked(k), **self._settings(seed), loss=self.loss, groups=self.labels)
+
+    def _settings(self, seed: int) -> dict[str, Any]:
+        """The settings that all losses have."""
+        bounds = {} if self.bounds is None else {"lower": self.bounds.lower, "upper": self.bounds.upper}
+        return {"random_state": seed, "forced": self.forced, "ridge": self.ridge, **bounds}
+
     def estimator(self, k: str, seed: int) -> SparseEstimator:
         """The estimator of the loss.
 
@@ -70,7 +90,7 @@ class Regression:
         from iobs.optimize.estimators import SparseClassifier, SparseCox, SparseInteractions, SparseRegressor
         from iobs.optimize.estimators.interactions import WithProducts
 
-        settings: dict[str, Any] = {"random_state": seed, "forced": self.forced, "ridge": self.ridge}
+        settings = self._settings(seed)
         kind: type[SparseEstimator] = SparseRegressor
         if self.loss == "cox":
             kind = SparseCox
@@ -88,8 +108,6 @@ class Regression:
             settings["hierarchy"] = self.interactions
         else:
             settings["groups"] = self.labels
-        if self.bounds is not None:
-            settings.update(lower=self.bounds.lower, upper=self.bounds.upper)
         estimator: SparseEstimator = kind(self._checked(k), **settings)
         return estimator
 

@@ -12,7 +12,8 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Labels, Observations, SparseEstimator
+from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.paths import Labels, Observations
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.centring import variances
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector

@@ -12,7 +12,8 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Observations, SparseEstimator
+from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.paths import Observations
 from iobs.optimize.estimators.regressor import SparseRegressor
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Booleans, MatrixLike, VectorLike

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from iobs.optimize.estimators.base import PathEntry
+    from iobs.optimize.estimators.paths import PathEntry
 
 _NAMED = 12  # most coefficient paths that are named
 _LONGEST = 28  # characters of a name in a figure

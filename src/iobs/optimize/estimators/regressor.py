@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,11 +11,10 @@ from sklearn.base import RegressorMixin
 from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import Labels, Observations, SparseEstimator
-from iobs.optimize.objectives.base import Objective
+from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.paths import Labels, Observations
+from iobs.optimize.estimators.regression_path import RegressionPath
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
-from iobs.optimize.objectives.families import FAMILIES, Family, Logistic
-from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.objectives.tabled import MultiResponse, Tabled
 from iobs.optimize.refit.newton import Fit
 
@@ -24,7 +22,7 @@ _LARGEST = 700.0  # the largest margin whose exponential is finite
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
+class SparseRegressor(RegressorMixin, RegressionPath, SparseEstimator):  # type: ignore[misc]
     """Regression on exactly k features: least squares, or a generalised linear model with a log link.
 
     Args:
@@ -59,40 +57,12 @@ class SparseRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]
         noise_: estimated standard deviation of the noise; square root of the dispersion of other families.
     """
 
-    loss: str | Callable[..., Family] = "squared"
-
     def predict(self, X: MatrixLike, *, offset: VectorLike | None = None) -> Array:
         """Predicted targets (n,), with the offset (n,) of the new samples; zero if not given."""
         margin = self._margin(X)[:, 0]
         if offset is not None:
             margin = margin + as_vector(offset, "offset", margin.size)
         return margin if self.loss == "squared" else np.asarray(np.exp(margin))
-
-    def _family(self) -> Callable[..., LinearModel]:
-        if callable(self.loss):
-            return self.loss
-        if self.loss not in ("squared", *FAMILIES):
-            names = ", ".join(f'"{name}"' for name in ("squared", *FAMILIES))
-            raise ProblemError(f"loss must be one of {names}, or a family of iobs.objectives, got {self.loss!r}.")
-        return FAMILIES.get(self.loss, LeastSquares)
-
-    def _objective(self, data: Observations) -> Objective:
-        objective = self._family()(data.X, data.y, intercept=self.fit_intercept, **self._loss_options(data))
-        if callable(self.loss) and isinstance(objective, (LeastSquares, Logistic)):  # `predict` takes exp of the margin
-            name = type(objective).__name__
-            other = 'give loss="squared"' if isinstance(objective, LeastSquares) else "use SparseClassifier"
-            raise ProblemError(f"A family given as loss needs a log link, {name} has none; {other}.")
-        return objective
-
-    def _held_out(self, data: Observations, fit: Fit, objective: Objective) -> float:
-        margin = data.margin(*objective.split(fit.theta))
-        if self.loss == "squared":
-            return float(data.weights @ (data.y - margin) ** 2)
-        margin = np.clip(margin, -_LARGEST, _LARGEST)
-        if self.loss == "poisson":
-            return float(data.weights @ (np.exp(margin) - data.y * margin))
-        held_out = self._family()(np.zeros((margin.size, 1)), data.y)
-        return float(data.weights @ held_out.losses(margin))
 
 
 class SparseMultiTaskRegressor(RegressorMixin, SparseEstimator):  # type: ignore[misc]

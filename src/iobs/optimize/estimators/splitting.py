@@ -17,8 +17,9 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_array, check_consistent_length
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import SparseEstimator, counts_of
+from iobs.optimize.estimators.base import SparseEstimator
 from iobs.optimize.estimators.interactions import require_features
+from iobs.optimize.estimators.paths import counts_of
 from iobs.optimize.estimators.regressor import SparseMultiTaskRegressor
 from iobs.optimize.objectives.design import MatrixLike, VectorLike
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
-from iobs.optimize.estimators.base import ChosenPath, Observations, SparseEstimator
+from iobs.optimize.estimators.base import SparseEstimator
+from iobs.optimize.estimators.paths import ChosenPath, Observations
 from iobs.optimize.estimators.summary import Summary
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.cox import Cox
