@@ -139,7 +139,7 @@ def project_layers(
         masters=masters,
         memory=workspace.memory,
         callback=workspace.callbacks,
-        biases=workspace.biases if recipe.refits_biases else {},
+        biases=workspace.biases,
         importance=importance,
     )
     sweep = sweep_of(workspace, workspace.portion(index), index)
@@ -339,7 +339,7 @@ def sweep_of(workspace: Workspace, samples: Samples, index: int) -> Sweep:
         workspace.chain,
         teacher,
         dense_inputs=recipe.inputs == "dense",
-        moments=Moments(workspace.request.seed + index, means=recipe.refits_biases, drift=TARGETS[recipe.target].drift),
+        moments=Moments(workspace.request.seed + index, means=bool(workspace.biases), drift=TARGETS[recipe.target].drift),
         ranks=workspace.ranks,
         residency=workspace.store,
         tables=workspace.table_metrics,

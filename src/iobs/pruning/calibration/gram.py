@@ -166,6 +166,12 @@ class Gram:
         if self.dense is not None and dense is not None:
             _accumulate(self.dense, dense)
 
+    @property
+    def is_finite(self) -> bool:
+        """True if the sums hold neither NaN nor infinity; the diagonal and one column show it of all of them."""
+        shown = self.own.diagonal(dim1=1, dim2=2).sum()
+        return bool((shown if self.cross is None else shown + self.cross[..., 0].sum()).isfinite())
+
     def unpair(self) -> None:
         """Discard the dense inputs or target outputs, because some samples had none."""
         self.cross = self.dense = self.outputs = None

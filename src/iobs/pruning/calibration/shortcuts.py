@@ -45,19 +45,11 @@ class Shortcut:
     rest: tuple[object, ...] | None
 
     @contextmanager
-    def taken(self, model: nn.Module, value: Callable[[], Tensor]) -> Iterator[None]:
-        """Replace the forward of the module; restored on exit.
-
-        Args:
-            model: the model.
-            value: returns the input of the layer; a copy, since the model may change it in place.
-        """
+    def taken(self, model: nn.Module, hidden: Callable[[], Tensor]) -> Iterator[None]:
+        """Replace the forward of the module by a function that returns its hidden state; restored on exit."""
 
         def forward(*_: object, **__: object) -> object:
-            hidden = value()
-            if self.applied:
-                hidden = model.get_submodule(self.layer.path)(hidden)
-            return with_hidden(hidden, self.rest)
+            return with_hidden(hidden(), self.rest)
 
         with replaced_forwards([(model.get_submodule(self.path), forward)]):
             yield
@@ -75,6 +67,7 @@ class Shortcuts:
 
     Attributes:
         inputs: that are known, by layer and index of the batch.
+        outputs: layers and batches whose output has taken the place of the input.
     """
 
     shortcuts: Sequence[Shortcut]
@@ -82,6 +75,7 @@ class Shortcuts:
     fetch: Callable[[Tensor], Tensor] = Tensor.clone
     most: int = 0
     inputs: dict[tuple[Layer, int], Tensor] = field(default_factory=dict, init=False)
+    outputs: set[tuple[Layer, int]] = field(default_factory=set, init=False)
 
     def note(self, layers: Sequence[Layer], index: int, value: Tensor, hidden: Tensor) -> None:
         """Store the common input of layers on a batch, if a shortcut needs it.
@@ -93,15 +87,33 @@ class Shortcuts:
         for place, shortcut in enumerate(self.shortcuts):
             if shortcut.layer in layers:
                 self.inputs[shortcut.layer, index] = self.keep(place, index, value)
+                self.outputs.discard((shortcut.layer, index))
 
     @contextmanager
     def taken(self, model: nn.Module, index: int) -> Iterator[None]:
         """Take the shortcuts whose inputs are known on a batch; modules are restored on exit."""
         with ExitStack() as stack:
-            for shortcut in self.shortcuts:
-                if (value := self.inputs.get((shortcut.layer, index))) is not None:
-                    stack.enter_context(shortcut.taken(model, partial(self.fetch, value)))
+            for place, shortcut in enumerate(self.shortcuts):
+                if (shortcut.layer, index) in self.inputs:
+                    stack.enter_context(shortcut.taken(model, partial(self._hidden, model, place, index)))
             yield
+
+    def _hidden(self, model: nn.Module, place: int, index: int) -> Tensor:
+        """The hidden state of the module of a shortcut on a batch; a copy, since the model may change it in place.
+
+        Layers behind the shortcut's are reached once it has its new weights. So its output is computed once, and
+        stored in place of an input of the same shape.
+        """
+        shortcut = self.shortcuts[place]
+        key = shortcut.layer, index
+        hidden = self.fetch(self.inputs[key])
+        if not shortcut.applied or key in self.outputs:
+            return hidden
+        output: Tensor = model.get_submodule(shortcut.layer.path)(hidden)
+        if (output.shape, output.dtype) == (hidden.shape, hidden.dtype):
+            self.inputs[key] = self.keep(place, index, output.clone())
+            self.outputs.add(key)
+        return output
 
 
 def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: Sequence[Layer]) -> list[Shortcut]:

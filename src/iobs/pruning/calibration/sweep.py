@@ -308,13 +308,14 @@ class Sweep:
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
                 drift = None if drift is None else outputs.unpadded(drift, attended)
-            require_finite(values, layer, number)
             rows = [input_rows(layer, module, value, positions) for value in values]
             dense = rows[1] if len(rows) > 1 else None
             if dense is not None and targets is not None:
                 dense = layer_outputs(targets, dense)
                 dense = dense if drift is None else dense.add_(output_rows(layer, drift, positions))
             gram.add(rows[0], dense)
+            if not gram.is_finite:  # of the inputs, or only of their products
+                require_finite(values, layer, number)
         return paired
 
 
@@ -393,8 +394,10 @@ class Stack:
         pairs = {layer: (empty(layer), empty(layer)) for layer in experts}
 
         def note(layer: Layer, value: Tensor, held_out: bool, number: int) -> None:
-            require_finite([value], layer, number)
-            pairs[layer][held_out].add(value.reshape(1, -1, layer.shape[1]))
+            gram = pairs[layer][held_out]
+            gram.add(value.reshape(1, -1, layer.shape[1]))
+            if not gram.is_finite:
+                require_finite([value], layer, number)
 
         self._run(experts, note)
         for gram in (gram for pair in pairs.values() for gram in pair):
