@@ -339,7 +339,9 @@ def sweep_of(workspace: Workspace, samples: Samples, index: int) -> Sweep:
         workspace.chain,
         teacher,
         dense_inputs=recipe.inputs == "dense",
-        moments=Moments(workspace.request.seed + index, means=bool(workspace.biases), drift=TARGETS[recipe.target].drift),
+        moments=Moments(
+            workspace.request.seed + index, means=bool(workspace.biases), drift=TARGETS[recipe.target].drift
+        ),
         ranks=workspace.ranks,
         residency=workspace.store,
         tables=workspace.table_metrics,
