@@ -274,9 +274,10 @@ def test_parameters_that_no_product_multiplies_stay_dense_with_this_reason():
     report = iobs.prune(Positions(), data(), 0.5, iobs.Recipe(target="residual"))
     assert [row.name for row in report.audit] == ["head"]
     why = "it is not used, is changed before it multiplies, or multiplies in several forms"
-    assert report.skipped == dict.fromkeys(
-        ("place", "both"), f"parameter of Positions, in no matrix product that was observed: {why}"
-    )
+    assert report.skipped == {
+        "place": f"parameter of Positions, in no matrix product that was observed: {why}",
+        "both": "parameter of Positions, which sin changes before it multiplies",
+    }
 
 
 def test_overlapping_parts_of_a_parameter_stay_dense():

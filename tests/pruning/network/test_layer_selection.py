@@ -90,3 +90,21 @@ def test_messages_name_the_cause():
     phases = nn.Sequential(nn.Linear(4, 4))
     phases[0].phase = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
     assert select(phases).skipped["0.phase"].kind == "complex"
+
+
+@pytest.mark.parametrize(
+    ("change", "function"),
+    [(lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True), "sub"), (torch.tanh, "tanh")],
+    ids=["standardised", "tanh"],
+)
+def test_a_weight_that_changes_before_it_multiplies_names_the_function(change, function):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(6, 8), nn.Parameter(torch.randn(3, 8))
+
+        def forward(self, x):
+            return self.first(x) @ change(self.weight).T
+
+    report = iobs.prune(Head(), [torch.randn(16, 6)], 0.5, "one-shot")
+    assert f"which {function} changes before it multiplies" in report.skipped["weight"]

@@ -50,7 +50,7 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
         seed: of random draws in the forward pass.
 
     Returns:
-        True if layers were found.
+        True if layers were found, or reasons why there are none.
 
     Raises:
         CalibrationError: the model rejects a batch, and has no layer that its class shows.
@@ -79,8 +79,8 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
                     ) from error
                 return False
     layers = finder.layers()
-    found_by_use(model, layers)
-    return bool(layers)
+    found_by_use(model, layers, finder.changed)
+    return bool(layers or finder.changed)
 
 
 @torch.no_grad()

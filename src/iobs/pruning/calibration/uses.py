@@ -38,10 +38,14 @@ class _ParameterProducts:
     Args:
         parameters: by full name.
         note: called for each matrix of a parameter that is a factor.
+        changed: functions that change parameters are added, by name of the parameter.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], note: NoteProduct) -> None:
-        self.note, self.tracker = note, Tracker(parameters)
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], note: NoteProduct, changed: dict[str, str] | None = None
+    ) -> None:
+        self.note, self.tracker, self.changed = note, Tracker(parameters), changed
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
 
     def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None]:
         """Note the product that a call computes, if it is one, and follow copies of parameters."""
@@ -54,6 +58,10 @@ class _ParameterProducts:
         def follow(result: object) -> None:
             with torch._C.DisableTorchFunction():
                 self.tracker.follow(name, func, args, kwargs, result)
+                if self.changed is not None and isinstance(result, Tensor) and not self.tracker.holds(result):
+                    for value in (*args, *kwargs.values()):
+                        if id(value) in self.names and result.shape == value.shape:
+                            self.changed.setdefault(self.names[id(value)], name)
 
         return follow
 
@@ -115,6 +123,7 @@ class LayersByUse:
     Attributes:
         by_class: the layers that classes show.
         called: names of parameters whose layers are left to their classes; the caller adds to it.
+        changed: functions that change parameters before they multiply, by name of the parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,10 +141,11 @@ class LayersByUse:
         self._uses: dict[str, _Uses] = {}
         self.by_class = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
         self.called: set[str] = set()
+        self.changed: dict[str, str] = {}
 
     def watching(self) -> Observer:
         """Context in which products with parameters outside `called` are noted."""
-        return Observer(_ParameterProducts(self._parameters, self._note))
+        return Observer(_ParameterProducts(self._parameters, self._note, self.changed))
 
     def _note(self, name: str, view: View, input_of: Callable[[], Tensor], stacked: bool) -> None:
         if name not in self.called:

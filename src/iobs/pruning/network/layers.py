@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ _FEWEST_TOKENS = 64  # rows of an embedding that is a layer; steps and tables of
 
 # Layers that an observed forward pass has shown, by model; no class tells them.
 _BY_USE: WeakKeyDictionary[nn.Module, tuple[Layer, ...]] = WeakKeyDictionary()
+_CHANGED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 _GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LSTM, GRU, plain recurrence
 
 
@@ -218,9 +219,20 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return [*(layer for layer in layers_by_class(model) if layer.key not in taken), *by_use]
 
 
-def found_by_use(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Remember the layers that an observed forward pass of the model has shown; `find_layers` adds them."""
-    _BY_USE[model] = tuple(layers)
+def found_by_use(model: nn.Module, layers: Sequence[Layer], changed: Mapping[str, str] | None = None) -> None:
+    """Remember the layers that an observed forward pass of the model has shown; `find_layers` adds them.
+
+    Args:
+        model: the model.
+        layers: the layers.
+        changed: functions that change parameters before they multiply, by name of the parameter.
+    """
+    _BY_USE[model], _CHANGED[model] = tuple(layers), dict(changed or {})
+
+
+def changing_functions(model: nn.Module) -> Mapping[str, str]:
+    """The functions of `found_by_use`; none before an observation."""
+    return _CHANGED.get(model, {})
 
 
 def layers_by_class(model: nn.Module) -> list[Layer]:

@@ -20,6 +20,7 @@ from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed,
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
+    changing_functions,
     embedding_layers,
     find_layers,
     holds_weights,
@@ -183,11 +184,15 @@ def other_parameters(model: nn.Module, layers: Sequence[Layer]) -> Iterator[tupl
 
 def other_weights(model: nn.Module, layers: Sequence[Layer]) -> dict[str, Reason]:
     """The other parameters of two or more dimensions, by name, with the reason why they are not pruned."""
-    return {name: _reason_of(module, parameter) for name, module, parameter in other_parameters(model, layers)}
+    changing = changing_functions(model)
+    return {
+        name: _reason_of(module, parameter, changing.get(name))
+        for name, module, parameter in other_parameters(model, layers)
+    }
 
 
-def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
-    """The reason why a parameter that no layer holds is not pruned."""
+def _reason_of(module: nn.Module, parameter: nn.Parameter, changing: str | None = None) -> Reason:
+    """The reason why a parameter that no layer holds is not pruned; `changing` is a function that changes it."""
     kind = type(module).__name__
     if not parameter.numel():
         return Reason("empty", "without entries")
@@ -204,6 +209,8 @@ def _reason_of(module: nn.Module, parameter: nn.Parameter) -> Reason:
         return Reason("convolution", f"weight of a transposed convolution, {kind}")
     if isinstance(module, (ParametrizationList, *linear_maps(), nn.MultiheadAttention)):
         return Reason("transformed", "the weight is computed from it in every forward pass")
+    if changing is not None:
+        return Reason("parameter", f"parameter of {kind}, which {changing} changes before it multiplies")
     why = "it is not used, is changed before it multiplies, or multiplies in several forms"
     return Reason("parameter", f"parameter of {kind}, in no matrix product that was observed: {why}")
 
