@@ -87,7 +87,7 @@ def test_solve_takes_counts_with_poisson_loss(numbers, rng, tmp_path):
         (lambda t: t, ("-k", "many"), DataError, "from 0 to 6"),
         (lambda t: t, ("-k", "²"), DataError, "from 0 to 6"),
         (lambda t: "\n".join(t.split("\n")[:5]), ("-k", "cv"), DataError, "needs 5 rows, there are 4; give a number"),
-        (lambda t: t, ("--loss", "hinge"), DataError, "--loss must be"),
+        (lambda t: t, ("--loss", "hinge"), DataError, r"--loss \(or --family\) must be"),
         (lambda t: t, ("--force", "zz"), DataError, "force in"),
         (lambda t: t, ("--drop", "zz"), DataError, "no column 'zz'"),
         (lambda t: t, ("-o", "/nowhere/at/all.json"), IOBSError, "Cannot write"),

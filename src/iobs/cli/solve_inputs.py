@@ -232,7 +232,7 @@ def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]
     if loss == "auto":
         loss = "logistic" if table.classes or np.isin(values, (0, 1)).all() else "squared"
     if loss not in LOSSES:
-        raise DataError(f"--loss must be auto, {', '.join(LOSSES)}, got {loss!r}.")
+        raise DataError(f"--loss (or --family) must be auto, {', '.join(LOSSES)}, got {loss!r}.")
     if loss == "cox" and (table.classes or (table.y < 0).any()):
         raise DataError("The target of --loss cox must be times: numbers of at least 0.")
     if table.classes and loss != "logistic":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
+from iobs.core.wording import plural
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Energies, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
@@ -367,8 +368,9 @@ def too_few(layers: Sequence[LayerRecord], samples: int) -> str:
     worst = max(short, key=lambda layer: layer.shape[1] / layer.inputs)
     factor = _ENOUGH * worst.shape[1] / worst.inputs
     others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+    seen, columns = plural(worst.inputs, "input"), plural(worst.shape[1], "column")
     return (
-        f"Few calibration data: layer {worst.name}{others} saw {worst.inputs:,} inputs for {worst.shape[1]:,} columns, "
-        f"and may fail on unseen data. {math.ceil(factor * samples):,} samples in place of {samples:,} would "
-        f"give {_ENOUGH} inputs for each column."
+        f"Few calibration data: layer {worst.name}{others} saw {seen} for {columns}, and may fail on unseen data. "
+        f"{plural(math.ceil(factor * samples), 'sample')} in place of {samples:,} would give {_ENOUGH} inputs for each "
+        "column."
     )
