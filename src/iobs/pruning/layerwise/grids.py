@@ -37,11 +37,6 @@ def require_solvable(settings: Mapping[Layer, LayerSettings], patterns: Mapping[
         solver = settings[layer].solver
         if isinstance(pattern, Rate):
             _require_rate_solver(solver, settings[layer], pattern)
-            if layer.groups > 1:
-                raise ProblemError(
-                    f"The convolution {layer.name!r} has {layer.groups} groups, which no rate takes yet: leave it "
-                    f'dense by iobs.Rule("{layer.name}", dense=True).'
-                )
             continue
         if grid_of(pattern) is None:
             if isinstance(solver, str) and solver in _FOR_GRIDS_ALONE:

@@ -29,6 +29,7 @@ from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 _READABLE = 64  # nonzero integers of each row and column from which the factors of rows can be read back from weights
+_LEAST_DAMPING = 1e-4  # of the Grams of groups, which are singular where inputs repeat
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 
 
@@ -81,6 +82,8 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
     """
     rows = task.layer.shape[0] // task.layer.groups
     statistics = task.statistics(statistics)
+    if isinstance(task.pattern, Rate) and task.layer.groups > 1:
+        task, statistics, rows = *_of_one_group(task, statistics), task.layer.shape[0]
     solutions = []
     for number, pattern in enumerate(patterns_of_groups(task.layer, task.pattern)):
         part = slice(number * rows, (number + 1) * rows)
@@ -113,6 +116,29 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
             solution = Solution(solution.weight[:, back], solution.mask[:, back], posed, stats)
         solutions.append(_unscaled(solution, problem, scale, drift_damping))
     return solutions
+
+
+def _of_one_group(task: Task, statistics: Statistics) -> tuple[Task, Statistics]:
+    """The task of a convolution with groups as that of a layer without, whose columns have one step for all groups.
+
+    Its Gram is the mean of the groups' Grams at one scale, which the importance of rows has, and its target are the
+    weights that are best for each group.
+    """
+    grams, rows = statistics.calibration.own, task.layer.shape[0] // task.layer.groups
+    centres = []
+    for group, gram in enumerate(grams):
+        problem, _ = _problem(task, statistics, gram, group, slice(group * rows, (group + 1) * rows))
+        damping = max(task.settings.damping, _LEAST_DAMPING) * float(problem.matrix.diagonal().mean())
+        centres.append(problem.damped(damping).centre())
+    scales = grams.diagonal(dim1=1, dim2=2).mean(1)
+    scales = scales.clamp_min(_LEAST_DAMPING * float(scales.mean()) or 1.0)
+    importance = scales.repeat_interleave(rows)
+    if task.importance is not None:
+        importance = importance * task.importance.to(importance)
+    mean = Gram((grams / scales[:, None, None]).mean(0, keepdim=True), count=statistics.calibration.count)
+    layer, centre = replace(task.layer, groups=1), torch.cat(centres)
+    task = replace(task, layer=layer, current=centre, target=None, importance=importance / importance.mean())
+    return task, Statistics(mean, None, statistics.tokens)
 
 
 def can_share(layers: Sequence[Layer], settings: Sequence[LayerSettings]) -> bool:
