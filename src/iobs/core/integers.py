@@ -11,6 +11,8 @@ Entries are coded by classes of like spread, which a number of the row and one o
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +28,7 @@ _TOLD = 128  # columns that tell the factors of rows
 _SURE = 12  # entries of a row in them from which one is odd
 _WIDEST = 62 - 24  # octaves between whole numbers of 24 bits
 _OFFSET = 4 * _LEVELS  # class 0 holds spreads up to 1/16
+_PART = 2**18  # entries of a matrix that are read at once
 _SMALL = 2**17  # entries of a matrix below which fewer classes are tried
 # Bits of a file beside the entropy, measured: of a class, of an integer in it that a table of two numbers does not meet
 # exactly, of a step, of what rows and columns have, and once.
@@ -85,47 +88,68 @@ class Integers:
         single = weight.float()
         if not weight.numel() or not bool(torch.isfinite(single).all()) or not torch.equal(single.to(weight), weight):
             return None
-        mantissa, exponent = torch.frexp(single)
-        whole = (mantissa * 2.0**24).to(torch.int64)
-        last = _powers(whole) + exponent - 24  # each entry is an odd number times 2^last
-        alone = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
-        candidates = [
-            cls._of(weight, whole, exponent - 24, rows, columns)
-            for rows, columns in (_common(last, whole != 0), (alone, _lowest(last, whole != 0)))
-        ]
-        exact = [integers for integers in candidates if integers is not None]
-        return min(exact, key=lambda integers: integers.bits(), default=None)
+        del single
+        # Each entry is an odd number times 2^last. Rows come in parts: whole numbers of 64 bits would take much memory.
+        last = torch.cat([_last(weight[part]) for part in _parts(weight)])
+        present, alone = weight != 0, torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+        best, least = None, math.inf
+        for rows, columns in (_common(last, present), (alone, _lowest(last, present, alone))):
+            integers = cls._of(weight, present.sum(0), rows, columns)
+            bits = math.inf if integers is None else integers.bits()
+            if bits < least:
+                best, least = integers, bits
+        return best
 
     @classmethod
-    def _of(cls, weight: Tensor, whole: Tensor, exponent: Tensor, by_row: Tensor, by_column: Tensor) -> Integers | None:
+    def _of(cls, weight: Tensor, count: Tensor, by_row: Tensor, by_column: Tensor) -> Integers | None:
         """The integers with given powers of two in factors (rows,) and steps (columns,); None if there are none.
 
-        The matrix (rows, columns) is `whole` times 2^exponent.
+        Args:
+            weight: the matrix (rows, columns).
+            count: of the entries of each column that are not zero, (columns,).
+            by_row: exponents.
+            by_column: exponents.
         """
-        shift = torch.where(whole == 0, 0, exponent - by_row[:, None] - by_column)
-        if int(shift.max()) > _WIDEST:
+        if any(int(_shifts(weight[part], by_row[part], by_column)[1].max()) > _WIDEST for part in _parts(weight)):
             return None
-        numbers = torch.where(shift >= 0, whole << shift.clamp(min=0), whole >> (-shift).clamp(min=0))
+
+        def numbers(part: slice) -> Tensor:
+            whole, shift = _shifts(weight[part], by_row[part], by_column)
+            return torch.where(shift >= 0, whole << shift.clamp(min=0), whole >> (-shift).clamp(min=0))
+
+        def common(columns: Tensor | slice, odd: Tensor | None = None) -> Tensor:
+            """Greatest common divisors of columns, (columns,), after a division of the rows."""
+            found = (numbers(part)[:, columns] // (1 if odd is None else odd[part]) for part in _parts(weight))
+            return functools.reduce(torch.gcd, (_divisors(part, 0)[0] for part in found)).clamp(min=1)
+
         odd = torch.ones_like(by_row)[:, None]
         if bool(by_row.any()):
-            count = (numbers != 0).sum(0)
             rich = (count >= _RICH) & (count >= count.topk(min(_TOLD, len(count))).values[-1])
-            odd = _divisors(numbers[:, rich] // _divisors(numbers[:, rich], 0), 1)
+            of_rich = common(rich)
             # A row of few entries there may have more in common by chance.
-            odd = _short_divisors(torch.gcd(odd, _divisors(numbers, 1)))
-        numbers = numbers // odd
-        steps = _short_divisors(_divisors(numbers, 0))
-        codes = numbers // steps
-        integers = cls(
-            codes.to(torch.int32),
-            torch.ldexp(steps[0].float(), by_column),
-            torch.ldexp(odd[:, 0].float(), by_row),
-        )
-        held = bool((codes.abs() < 2**15).all()) and all(
+            for part in _parts(weight):
+                found = numbers(part)
+                in_rich = _divisors(found[:, rich] // of_rich, 1).clamp(min=1)
+                odd[part] = torch.gcd(in_rich, _divisors(found, 1))
+            odd = _short_divisors(odd)
+        steps = _short_divisors(common(slice(None), odd))
+        codes = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
+        for part in _parts(weight):
+            found = numbers(part) // odd[part] // steps
+            if not bool((found.abs() < 2**15).all()):
+                return None
+            codes[part] = found
+        integers = cls(codes, torch.ldexp(steps.float(), by_column), torch.ldexp(odd[:, 0].float(), by_row))
+        held = all(
             torch.equal(values, values.bfloat16().float())
             for values in (integers.steps, integers.factors)  # as in files
         )
-        return integers if held and torch.equal(integers.weight(weight.dtype), weight) else None
+        exact = all(torch.equal(integers.rows(part).weight(weight.dtype), weight[part]) for part in _parts(weight))
+        return integers if held and exact else None
+
+    def rows(self, part: slice) -> Integers:
+        """Some rows of the matrix."""
+        return replace(self, codes=self.codes[part], factors=self.factors[part])
 
 
 @dataclass(frozen=True)
@@ -158,25 +182,30 @@ class Classes:
         ]
         return found[0] if len(found) == 1 else min(found, key=lambda classes: classes.bits(codes))
 
-    def table(self) -> Tensor:
-        """The class of every entry, (rows, columns) int64, at least 0."""
-        return (self.rows[:, None] + self.columns).clamp_(min=0)
-
     def bits(self, codes: Tensor) -> float:
         """Bits of the integers of a matrix, their tables and their classes."""
-        table = self.table()
+        most = max(0, int(self.rows.max() + self.columns.max()))
+        raw = torch.tensor([raw_bits(number) for number in range(most + 1)], dtype=torch.int32, device=codes.device)
+        ends = [torch.stack(self._shifted(codes, part, raw)[1].aminmax()) for part in _parts(codes)]
+        least, greatest = int(torch.stack(ends)[:, 0].min()), int(torch.stack(ends)[:, 1].max())
+        width = greatest - least + 1
+        counts = torch.zeros(len(raw) * width, dtype=torch.float64, device=codes.device)
+        for part in _parts(codes):
+            table, values = self._shifted(codes, part, raw)
+            counts += torch.bincount((table * width + (values - least)).flatten(), minlength=len(counts))
+        counts = counts.reshape(len(raw), width)
+        whole = counts.sum(1)
+        entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
         total = _HEAD_BITS + _SIDE * (
             _entropy(self.rows - self.rows.min()) + _entropy(self.columns - self.columns.min())
         )
-        raw = torch.tensor([raw_bits(number) for number in range(int(table.max()) + 1)], device=codes.device)
-        values = codes >> raw[table]
-        least, width = values.min(), int(values.max() - values.min()) + 1
-        counts = torch.bincount((table * width + (values - least)).flatten(), minlength=len(raw) * width)
-        counts = counts.reshape(len(raw), width).double()
-        whole = counts.sum(1)
-        entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
         total += _TABLE_BITS * int((whole > 0).sum()) + _MISFIT_BITS * int((counts > 0).sum())
         return total + float(entropy + whole @ raw.double())
+
+    def _shifted(self, codes: Tensor, part: slice, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """Classes (int64) of the entries of some rows, at least 0, and their integers without raw bits."""
+        table = (self.rows[part, None] + self.columns).clamp_(min=0)
+        return table, codes[part] >> raw[table]
 
 
 def looks_coded(tensor: Tensor) -> bool:
@@ -233,9 +262,28 @@ def _entropy(values: Tensor) -> float:
     return float((counts * (counts.sum() / counts).log2()).sum())
 
 
-def _powers(numbers: Tensor) -> Tensor:
-    """The power of two in each of some whole numbers, as its exponent, int64; 0 for 0."""
-    return torch.log2((numbers & -numbers).clamp(min=1).double()).long()
+def _parts(matrix: Tensor) -> list[slice]:
+    """The rows of a matrix (rows, columns) in parts of at most `_PART` entries, or single ones."""
+    step = max(1, _PART // max(1, matrix.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(matrix), step)]
+
+
+def _whole(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers (int64) and exponents: a matrix is these numbers times 2^exponent."""
+    mantissa, exponent = torch.frexp(weight.float())
+    return (mantissa * 2.0**24).to(torch.int64), exponent - 24
+
+
+def _last(weight: Tensor) -> Tensor:
+    """The power of two in each entry of a matrix, as its exponent, int16; that of 0 means nothing."""
+    whole, exponent = _whole(weight)
+    return (torch.frexp((whole & -whole).float()).exponent - 1 + exponent).to(torch.int16)
+
+
+def _shifts(weight: Tensor, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of a matrix, and the powers of two by which they are larger, without those of rows and columns."""
+    whole, exponent = _whole(weight)
+    return whole, torch.where(whole == 0, 0, exponent - by_row[:, None] - by_column)
 
 
 def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +292,7 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     Half of all integers are odd, so the most frequent difference of two columns is that of their steps.
 
     Args:
-        powers: (rows, columns) int64.
+        powers: (rows, columns) int16.
         present: boolean (rows, columns), entries that are not zero.
     """
     absent = 2**20
@@ -256,7 +304,7 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(known, differences, absent + places).mode(dim).values
 
     dense = present.sum(0).topk(min(_TOLD, present.shape[1])).indices  # the columns that tell the exponents of rows
-    told, known = powers[:, dense], present[:, dense]
+    told, known = powers[:, dense].long(), present[:, dense]
     rows, first = told[:, 0], known[:, 0]
     columns = most_frequent(told - rows[:, None], known & first[:, None], 0)
     rows = most_frequent(told - columns, known & (columns < absent // 2), 1)
@@ -268,28 +316,30 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.where(rows > absent // 2, 0, rows)
     sure = known.sum(1) >= _SURE
     if bool(sure.any()):  # other rows are told by all columns
-        columns = _lowest(powers[sure] - rows[sure][:, None], present[sure])
+        columns = _lowest(powers[sure], present[sure], rows[sure])
         all_of_row = torch.where(present[~sure], powers[~sure] - columns, absent).amin(1)
         rows[~sure] = torch.where(all_of_row > absent // 2, 0, all_of_row)
-    return rows, _lowest(powers - rows[:, None], present)
+    return rows, _lowest(powers, present, rows)
 
 
-def _lowest(powers: Tensor, present: Tensor) -> Tensor:
-    """The least exponent of each column, (columns,); 0 for a column of zeros."""
-    lowest = torch.where(present, powers, 2**20).amin(0)
-    return torch.where(present.any(0), lowest, 0)
+def _lowest(powers: Tensor, present: Tensor, rows: Tensor) -> Tensor:
+    """The least exponent of each column beside those of rows (rows,), (columns,); 0 for a column of zeros."""
+    absent = 2**20
+    found = [torch.where(present[part], powers[part] - rows[part, None], absent).amin(0) for part in _parts(powers)]
+    lowest = functools.reduce(torch.minimum, found)
+    return torch.where(lowest == absent, 0, lowest)
 
 
 def _divisors(numbers: Tensor, dim: int) -> Tensor:
-    """Greatest common divisors along a dimension, which stays; 1 where all numbers are zero."""
+    """Greatest common divisors along a dimension, which stays; 0 where all numbers are zero."""
     while numbers.shape[dim] > 1:
         half = numbers.shape[dim] // 2
         first, second = numbers.narrow(dim, 0, half), numbers.narrow(dim, half, half)
         rest = numbers.narrow(dim, 2 * half, numbers.shape[dim] - 2 * half)
         numbers = torch.cat([torch.gcd(first, second), rest], dim)
     if numbers.shape[dim] == 0:
-        return numbers.new_ones([1 if place == dim else size for place, size in enumerate(numbers.shape)])
-    return numbers.abs().clamp(min=1)
+        return numbers.new_zeros([1 if place == dim else size for place, size in enumerate(numbers.shape)])
+    return numbers.abs()
 
 
 def _short_divisors(numbers: Tensor) -> Tensor:

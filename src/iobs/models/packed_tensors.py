@@ -38,6 +38,7 @@ _MOST_DIMENSIONS = (MOST_HEAD - _HEAD.size) // 4
 _DTYPES = [*DTYPES.values()]  # their places are the numbers in files: new ones go to the end
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GROUPS = (256, 128, 64, 32, 16)  # of columns with one scale that are looked for, beside whole rows
+_TRIED_ROWS = 64  # of all, before the whole matrix
 _FEW_ROWS = 4  # in which magnitudes are counted
 _MANY, _ROW = 0.85, 256  # share of entries that are not zero, below which a mask is tried; width of its entries
 _COARSE, _FINEST = 4, 8  # bits of grids: finer ones take long to try, and are not where integers were found
@@ -195,8 +196,12 @@ def _grid_body(tensor: Tensor, most_bits: int) -> bytes | None:
     if tensor.ndim < 2 or tensor.dtype.itemsize < 2:
         return None
     for layout, matrix in enumerate(_layouts(tensor)):
+        if layout == 1 and tensor.ndim == 2:  # the same as the first
+            continue
         for grid in _grids(matrix, most_bits):
             try:
+                # Columns of small integers times a step are on a grid, but not all columns.
+                codes_and_scales(matrix[:: -(-len(matrix) // _TRIED_ROWS)], grid)
                 codes, scales = codes_and_scales(matrix, grid)
             except PatternError:
                 continue
