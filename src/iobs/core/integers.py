@@ -167,9 +167,10 @@ class Classes:
     @classmethod
     def of(cls, codes: Tensor) -> Classes:
         """Classes of quarter octaves of the spread of columns, and of rows beside it; few for small matrices."""
-        values = codes.to(torch.float32)
-        spread = values.square().mean(0).sqrt()
-        beside = (values / spread.clamp_min(1e-9)).square().mean(1).sqrt()
+        parts = _parts(codes)
+        squares = functools.reduce(torch.add, (codes[part].float().square().sum(0) for part in parts))
+        spread = (squares / len(codes)).sqrt()
+        beside = torch.cat([(codes[part] / spread.clamp_min(1e-9)).square().mean(1).sqrt() for part in parts])
 
         def level(spreads: Tensor) -> Tensor:
             return (torch.log2(spreads.clamp_min(2.0**-99)) * _LEVELS).round().long()
