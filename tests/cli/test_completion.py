@@ -13,7 +13,7 @@ from iobs.data.text import CORPORA
 from iobs.inference.choices import PRECISIONS
 from iobs.pruning.recipe import NETWORK_SOLVERS, PRESETS
 from iobs.solvers import SOLVERS
-from iobs.solvers.families import UNIT_SOLVERS
+from iobs.solvers.families import GRID_SOLVERS, RATE_SOLVERS, UNIT_SOLVERS
 
 
 def completed(line, shell):
@@ -52,6 +52,7 @@ def test_show_completion_prints_a_script(shell):
 def test_completed_words_are_those_of_the_registries():
     assert {*options.RECIPES} == {*PRESETS}
     assert {*options.SOLVERS} == {*SOLVERS}
+    assert {*options.VALUE_SOLVERS} == {*GRID_SOLVERS, *RATE_SOLVERS} - {*SOLVERS}
     assert {*options.NETWORK_SOLVERS} == {*NETWORK_SOLVERS}
     assert {*options.UNIT_SOLVERS} == {*UNIT_SOLVERS} - {*SOLVERS}
     assert {*options.CORPORA} == {*CORPORA}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # import torch; a test compares them with the registries.
 RECIPES = ("fast", "best", "one-shot", "paper")
 SOLVERS = ("admm", "sparsegpt", "obc", "lobs", "nettrim", "wanda", "magnitude", "exact")
+VALUE_SOLVERS = ("gptq", "obr", "rounding")  # of grids and rates alone
 NETWORK_SOLVERS = ("chita", "cbs", "woodfisher", "global-magnitude")
 UNIT_SOLVERS = ("flap", "greedy", "osscar", "random", "search")
 SHARES = ("50%", "60%", "70%", "80%", "90%")

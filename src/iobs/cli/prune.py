@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from iobs.pruning.recipe import Changes
 
 
-_SOLVERS = *options.SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS
+_SOLVERS = *options.SOLVERS, *options.VALUE_SOLVERS, *options.NETWORK_SOLVERS, *options.UNIT_SOLVERS
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class MethodOptions:
         recipe (NAME|FILE): fast (default), best, one-shot, paper, or a recipe.yaml.
         rounds (N): Rounds of Algorithm 2, with fine-tuning between them.
         solver (NAME): admm, sparsegpt, obc, lobs, nettrim, wanda, magnitude, exact; or chita, cbs, woodfisher,
-            global-magnitude; of whole units search, greedy, osscar, flap, random.
+            global-magnitude; of whole units search, greedy, osscar, flap, random; of grids and rates gptq, obr,
+            rounding.
         settings (KEY=VALUE): Any field of the recipe, as damping=0.1 or finetune.steps=200; repeat.
         seed (N): Seed of every random choice (default 0).
         within (TIME): Time that the run may take, as 30min or 2h: fewer gradient steps, or what else fits.
