@@ -265,7 +265,7 @@ def test_parameters_that_no_product_multiplies_stay_dense_with_this_reason():
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
-            self.place, self.both = nn.Parameter(torch.randn(4, 12)), nn.Parameter(torch.randn(12, 12))
+            self.place, self.both = nn.Parameter(torch.randn(1, 4, 12)), nn.Parameter(torch.randn(12, 12))
             self.head = nn.Linear(12, 4)
 
         def forward(self, x):

@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.pruning.calibration.products import Index, Product, outside_vmap, products
 from iobs.pruning.calibration.tracking import Tracker
@@ -38,14 +40,10 @@ class _ParameterProducts:
     Args:
         parameters: by full name.
         note: called for each matrix of a parameter that is a factor.
-        changed: functions that change parameters are added, by name of the parameter.
     """
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], note: NoteProduct, changed: dict[str, str] | None = None
-    ) -> None:
-        self.note, self.tracker, self.changed = note, Tracker(parameters), changed
-        self.names = {id(parameter): name for name, parameter in parameters.items()}
+    def __init__(self, parameters: dict[str, nn.Parameter], note: NoteProduct) -> None:
+        self.note, self.tracker = note, Tracker(parameters)
 
     def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None]:
         """Note the product that a call computes, if it is one, and follow copies of parameters."""
@@ -58,10 +56,6 @@ class _ParameterProducts:
         def follow(result: object) -> None:
             with torch._C.DisableTorchFunction():
                 self.tracker.follow(name, func, args, kwargs, result)
-                if self.changed is not None and isinstance(result, Tensor) and not self.tracker.holds(result):
-                    for value in (*args, *kwargs.values()):
-                        if id(value) in self.names and result.shape == value.shape:
-                            self.changed.setdefault(self.names[id(value)], name)
 
         return follow
 
@@ -78,6 +72,45 @@ class _ParameterProducts:
 
         for index, name, view, columns in self.tracker.matrices(product.factor, product.batch, product.rows):
             self.note(name, view, partial(input_of, index, columns), product.batch > 0)
+
+
+class _Changes:
+    """A subscriber that notes the functions that change parameters, and take no other inputs than constants.
+
+    A function of an input of the model changes that input: a table of positions is added to it.
+
+    Args:
+        model: its parameters and buffers are constants, and so is what is computed from constants.
+        parameters: by full name.
+        tracker: what it holds has the entries of parameters, unchanged.
+        changed: the functions are added, by name of the parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], tracker: Tracker, changed: dict[str, str]
+    ) -> None:
+        self.tracker, self.changed = tracker, changed
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.constants = WeakTensorKeyDictionary(dict.fromkeys([*model.parameters(), *model.buffers()]))
+
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> Callable[[object], None] | None:
+        """Note the function, if it changes a parameter."""
+        with torch._C.DisableTorchFunction():
+            values = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            if not all(value in self.constants for value in values):
+                return None
+
+        def note(result: object) -> None:
+            if not isinstance(result, Tensor):
+                return
+            with torch._C.DisableTorchFunction():
+                self.constants[result] = None
+                if not self.tracker.holds(result):
+                    for value in values:
+                        if id(value) in self.names and result.shape == value.shape:
+                            self.changed.setdefault(self.names[id(value)], getattr(func, "__name__", ""))
+
+        return note
 
 
 @contextmanager
@@ -138,6 +171,7 @@ class LayersByUse:
             for name, parameter in model.named_parameters()
             if holds_weights(parameter) and parameter.numel() >= _LEAST and id(parameter) not in excluded
         }
+        self._model = model
         self._uses: dict[str, _Uses] = {}
         self.by_class = [layer for layer in layers_by_class(model) if layer.key in self._parameters]
         self.called: set[str] = set()
@@ -145,7 +179,8 @@ class LayersByUse:
 
     def watching(self) -> Observer:
         """Context in which products with parameters outside `called` are noted."""
-        return Observer(_ParameterProducts(self._parameters, self._note, self.changed))
+        products = _ParameterProducts(self._parameters, self._note)
+        return Observer(products, _Changes(self._model, self._parameters, products.tracker, self.changed))
 
     def _note(self, name: str, view: View, input_of: Callable[[], Tensor], stacked: bool) -> None:
         if name not in self.called:
