@@ -122,6 +122,17 @@ def nan_activation():
     return model, data, {"holdout": 0}
 
 
+def nan_pixel():
+    class Logarithm(nn.Module):
+        def forward(self, x):
+            return x.log()
+
+    model = nn.Sequential(Logarithm(), nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(2048, 2)).eval()
+    data = [torch.rand(2, 2, 32, 32) + 1 for _ in range(4)]
+    data[3][0, 0, 0, 0] = -1.0  # one of 1,024 positions, of which 64 are drawn
+    return model, data, {"holdout": 0}
+
+
 def nan_text():
     model, data = families.build("llama")
     with torch.no_grad():
@@ -133,6 +144,7 @@ BAD = {
     "nan weight": (nan_weight, NonFiniteError, "fc2"),
     "nan input": (nan_input, NonFiniteError, "batch 3"),
     "nan activation": (nan_activation, NonFiniteError, r"layer '2'.*batch 3"),
+    "nan pixel": (nan_pixel, NonFiniteError, r"layer '1'.*batch 3"),
     "nan likelihood": (lambda: (*nan_activation()[:2], {"curvature": "fisher"}), NonFiniteError, "layer '2'"),
     "nan text": (nan_text, NonFiniteError, r"layer 'model\.layers\.0.*q_proj'"),
     "no data": (lambda: (build("perceptron")[0], [], {}), CalibrationError, "no calibration data"),

@@ -218,7 +218,8 @@ def require_finite(values: Sequence[Tensor], layer: Layer, number: int) -> None:
     Raises:
         NonFiniteError: an input holds NaN or infinity.
     """
-    if not all(bool(value.isfinite().all()) for value in values):
+    # A sum is several times as fast as a test of each entry; it may overflow.
+    if not all(bool(value.sum().isfinite()) or bool(value.isfinite().all()) for value in values):
         raise NonFiniteError(
             f"The input of layer {layer.name!r} holds NaN or infinity in calibration batch {number}; "
             "look at that batch, or run the model in a wider dtype."

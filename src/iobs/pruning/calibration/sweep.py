@@ -314,7 +314,9 @@ class Sweep:
                 dense = layer_outputs(targets, dense)
                 dense = dense if drift is None else dense.add_(output_rows(layer, drift, positions))
             gram.add(rows[0], dense)
-            if not gram.is_finite:  # of the inputs, or only of their products
+            # The sums lack most positions of a convolution. Those of other layers show NaN and infinity sooner; they
+            # may also come from products alone.
+            if positions is not None or not gram.is_finite:
                 require_finite(values, layer, number)
         return paired
 
