@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -90,6 +91,9 @@ def without_dependent(objective: Objective, fit: Fit) -> Fit:
     block = objective.hessian_block(fit.theta, order)
     scale = np.sqrt(np.maximum(block.diagonal(), 1e-300))
     left = block / np.outer(scale, scale)
+    with suppress(np.linalg.LinAlgError):
+        if (np.linalg.cholesky(left).diagonal() ** 2 >= _DEPENDENT).all():
+            return fit
     kept = np.ones(order.size, dtype=np.bool_)
     for place in range(order.size):  # Cholesky's elimination
         if left[place, place] < _DEPENDENT:
