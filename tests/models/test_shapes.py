@@ -90,7 +90,7 @@ def test_steps_take_the_tokens_of_the_settings(directory):
         return found.phases["steps of blocks"], found.peak_bytes
 
     one, two = steps(1024), steps(2048)  # a step takes a whole sample
-    assert 1.3 < two[0] / one[0] < 2.0  # the update of the optimizer stays
+    assert 1.0 < two[0] / one[0] < 2.0  # the calls of modules and the update of the optimizer stay
     assert steps(2048, epochs=1.0, steps=200)[0] == pytest.approx(steps(2048, steps=128)[0])
     assert steps(1024, batch_size=4)[1]["steps of blocks"] > one[1]["steps of blocks"]
     assert steps(1024, batch=2)[1]["Grams"] == one[1]["Grams"]  # passes of a reconstruction have the size of a step

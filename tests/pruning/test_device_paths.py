@@ -45,7 +45,7 @@ def test_solve_on_a_gpu_gives_the_solution_of_the_cpu(gpu, solver, refine, patte
 OTHER_FAMILIES = [
     *((iobs.Groups(4, 2), name) for name in ("search", "greedy", "exact", "osscar", "magnitude", "wanda", "flap")),
     *((iobs.Grid(4, 4), name) for name in sorted(GRID_SOLVERS) if name != "sparsegpt"),
-    *((iobs.Unstructured(0.5) & iobs.Grid(4, 4), name) for name in (iobs.ADMM("fast"), "sparsegpt", "magnitude")),
+    *((iobs.Unstructured(0.5) & iobs.Grid(4, 4), name) for name in ("admm", "sparsegpt", "magnitude")),
 ]
 
 

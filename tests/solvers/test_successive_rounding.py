@@ -68,8 +68,10 @@ def test_a_dead_column_costs_no_integers():
 def test_wrong_patterns_and_solvers_are_refused():
     with pytest.raises(PatternError, match="less than the steps and tables"):
         iobs.solve(layer(4, 40), iobs.Rate(0.5))
-    with pytest.raises(PatternError, match=r"iobs\.Rate"):
+    with pytest.raises(ProblemError, match="is for other patterns"):
         iobs.solve(layer(), iobs.Unstructured(0.5), SuccessiveRounding())
+    with pytest.raises(PatternError, match=r"iobs\.Rate"):
+        SuccessiveRounding()(layer(), iobs.Unstructured(0.5))
     with pytest.raises(ProblemError, match="rounding"):
         iobs.solve(layer(), iobs.Rate(3.0), "sparsegpt")
     for bits in (0, -1, 13, "3", True, float("nan")):

@@ -21,6 +21,7 @@ from iobs.optimize.refit.newton import Fit, refit
 
 _LITTLE = 1e-6  # share of its first information below which a coefficient may have no finite best value
 _NOTHING = 1e-12  # share below which it has none, since rounding hides the steps
+_SOME = 1e-2  # share below which a long step that was not taken is no sign of an early stop
 _LONG = 0.1  # length of a step that a fit has not taken although f falls along it, relative to the coefficient
 # and its standard error
 _STEP = 1e-3  # length of a Newton step, relative to the coefficient, that shows that it still grows
@@ -46,7 +47,7 @@ def separating_columns(objective: Objective, fit: Fit) -> Indices:
     growing = (share < _LITTLE) & (step > _STEP * np.abs(theta[support])) | (share < _NOTHING)
     left = np.abs(now @ (fit.gradient[support] / scale)) / scale
     size = np.maximum(np.abs(theta[support]), np.sqrt(np.maximum(now.diagonal(), 0.0)) / scale)
-    growing |= left > _LONG * size  # f overflows before the information vanishes
+    growing |= (share < _SOME) & (left > _LONG * size)  # f overflows before the information vanishes
     return np.unique(support[free & growing] // objective.outputs).astype(np.int64)
 
 

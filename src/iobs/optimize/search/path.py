@@ -88,7 +88,8 @@ def without_dependent(objective: Objective, fit: Fit) -> Fit:
     """
     free = np.setdiff1d(fit.support, objective.forced)
     order = np.concatenate([np.setdiff1d(fit.support, free), free]).astype(np.int64)
-    block = objective.hessian_block(fit.theta, order)
+    # Where all coordinates are zero: at the fit, columns that separate the outcomes leave nothing either.
+    block = objective.hessian_block(np.zeros_like(fit.theta), order)
     scale = np.sqrt(np.maximum(block.diagonal(), 1e-300))
     left = block / np.outer(scale, scale)
     with suppress(np.linalg.LinAlgError):
