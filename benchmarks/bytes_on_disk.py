@@ -274,8 +274,8 @@ def plot(rows: list[Row], file: Path) -> None:
         if score != "error":
             panel.axhline(*(row[score] for row in own if row["form"].startswith("dense")), color="gray", linestyle=":")
         panel.set(title=NETWORKS[network], xlabel="megabytes on disk", ylabel=SCORES[score][0], xscale="log")
-        panel.set_yscale("log" if DRAWN[score] else "linear")
-        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+        panel.set_yscale("log" if score == "error" else "linear")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0, 7.0)))
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#dddddd", linewidth=0.6, which="both")
