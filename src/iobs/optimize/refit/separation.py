@@ -22,8 +22,8 @@ from iobs.optimize.refit.newton import Fit, refit
 _LITTLE = 1e-6  # share of its first information below which a coefficient may have no finite best value
 _NOTHING = 1e-12  # share below which it has none, since rounding hides the steps
 _SOME = 1e-2  # share below which a long step that was not taken is no sign of an early stop
-_LONG = 0.1  # length of a step that a fit has not taken although f falls along it, relative to the coefficient
-# and its standard error
+# Length of a step that a fit has not taken although f falls along it, over the coefficient and its standard error.
+_LONG = 0.1
 _STEP = 1e-3  # length of a Newton step, relative to the coefficient, that shows that it still grows
 
 

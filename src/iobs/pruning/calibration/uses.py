@@ -74,7 +74,7 @@ class _ParameterProducts:
             self.note(name, view, partial(input_of, index, columns), product.batch > 0)
 
 
-class _Changes:
+class _ParameterChanges:
     """A subscriber that notes the functions that change parameters, and take no other inputs than constants.
 
     A function of an input of the model changes that input: a table of positions is added to it.
@@ -180,7 +180,7 @@ class LayersByUse:
     def watching(self) -> Observer:
         """Context in which products with parameters outside `called` are noted."""
         products = _ParameterProducts(self._parameters, self._note)
-        return Observer(products, _Changes(self._model, self._parameters, products.tracker, self.changed))
+        return Observer(products, _ParameterChanges(self._model, self._parameters, products.tracker, self.changed))
 
     def _note(self, name: str, view: View, input_of: Callable[[], Tensor], stacked: bool) -> None:
         if name not in self.called:
