@@ -139,7 +139,7 @@ def project_layers(
         masters=masters,
         memory=workspace.memory,
         callback=workspace.callbacks,
-        biases=workspace.biases,
+        biases=workspace.biases(index),
         importance=importance,
     )
     sweep = sweep_of(workspace, workspace.portion(index), index)
@@ -340,7 +340,7 @@ def sweep_of(workspace: Workspace, samples: Samples, index: int) -> Sweep:
         teacher,
         dense_inputs=recipe.inputs == "dense",
         moments=Moments(
-            workspace.request.seed + index, means=bool(workspace.biases), drift=TARGETS[recipe.target].drift
+            workspace.request.seed + index, means=bool(workspace.biases(index)), drift=TARGETS[recipe.target].drift
         ),
         ranks=workspace.ranks,
         residency=workspace.store,

@@ -170,7 +170,7 @@ class Workspace:
         self.fit, self.heldout = split(Samples.of(batches), self.request.holdout, self.request.seed)
         self.memory = MemoryWatch(self.store.device)
         self.decided = Decisions.of(recipe)
-        changed = {*(layer.key for layer in self.selection.layers), *self.biases.values()}
+        changed = {*(layer.key for layer in self.selection.layers), *self.biases().values()}
         self.store.remember(None if recipe.changes_all else changed)
         copies = self._copies_to_sample()
         if copies:
@@ -231,10 +231,9 @@ class Workspace:
         """The processes of this run."""
         return current()
 
-    @property
-    def biases(self) -> dict[Layer, str]:
-        """The biases that a projection refits: parameter names by layer, without parameters that the user froze."""
-        if not self.recipe.refits_biases:
+    def biases(self, index: int = 0) -> dict[Layer, str]:
+        """The biases that the projection of a round refits: parameter names by layer, without those the user froze."""
+        if not self.recipe_of_round(index).refits_biases:
             return {}
         biases = biases_of(self.store.model, self.selection.layers)
         return {layer: name for layer, name in biases.items() if name not in self.frozen}

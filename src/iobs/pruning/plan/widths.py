@@ -300,10 +300,11 @@ class Curves:
             workspace.chain,
             moments=Moments(workspace.request.seed, POSITIONS, means=True),
         )
+        biases = workspace.biases()
         for group in sweep.groups():
             statistics = group.statistics()
             for layer in group.layers:
-                free = layer in workspace.biases
+                free = layer in biases
                 self.readers[layer] = ReaderProblem.of(
                     workspace.store.model,
                     layer,
@@ -356,12 +357,13 @@ class Curves:
         """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
         model, sites = self.workspace.store.model, self.workspace.request.sites
         weights, biases = dict[Layer, Tensor](), dict[str, Tensor]()
+        names = self.workspace.biases()
         for part in parts:
             layer = part.reader.layer
             weight, bias = part.reader.change(sites.mask(layer, {site.name: gone}))
             weights[layer] = layer.read(model).double() + weight
             if bias is not None:
-                name = self.workspace.biases[layer]
+                name = names[layer]
                 biases[name] = model.get_parameter(name).detach() + bias
         with weights_written(model, weights, biases):
             return damage(model, self._answers, self._loss)
