@@ -1,0 +1,37 @@
+"""Names of a package that are imported on first use.
+
+The stub of the package, `__init__.pyi`, is the list: a line `from HOME import NAME as NAME` for each public name. Type
+checkers and editors read the same file. A pattern finds its lines, because `import ast` takes long.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+
+def lazy_names(package: str, file: str, rooms: Iterable[str] = ()) -> tuple[Callable[[str], object], list[str]]:
+    """Make the `__getattr__` and the `__all__` of a package from its stub.
+
+    Args:
+        package: `__name__` of the package.
+        file: `__file__` of the package; its stub lies beside it.
+        rooms: subpackages that are imported on first use too, and are not in `__all__`.
+    """
+    with open(f"{file.removesuffix('.py')}.pyi", encoding="utf8") as stub:
+        homes = {name: home for home, name in re.findall(r"^from (\S+) import (\w+) as \2$", stub.read(), re.MULTILINE)}
+    public = list(homes)
+    homes |= dict.fromkeys(rooms, package)
+
+    def __getattr__(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        value = getattr(__import__(homes[name], fromlist=[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__, public

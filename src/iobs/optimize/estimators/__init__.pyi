@@ -1,0 +1,10 @@
+from iobs.optimize.estimators.classifier import SparseClassifier as SparseClassifier
+from iobs.optimize.estimators.equations import SparseEquations as SparseEquations
+from iobs.optimize.estimators.interactions import SparseInteractions as SparseInteractions
+from iobs.optimize.estimators.knockoffs import knockoff_filter as knockoff_filter
+from iobs.optimize.estimators.regressor import SparseMultiTaskRegressor as SparseMultiTaskRegressor
+from iobs.optimize.estimators.regressor import SparseRegressor as SparseRegressor
+from iobs.optimize.estimators.risk_score import RiskScore as RiskScore
+from iobs.optimize.estimators.splitting import split_inference as split_inference
+from iobs.optimize.estimators.stability import stability_selection as stability_selection
+from iobs.optimize.estimators.survival import SparseCox as SparseCox
