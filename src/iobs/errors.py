@@ -1,7 +1,7 @@
 """Exceptions and warnings of iobs. Each message names the fault and its remedy."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class IOBSError(Exception):
@@ -76,12 +76,18 @@ class CoverageWarning(UserWarning):
     """Much of a model stayed dense for a reason that can surprise."""
 
 
-def without_values(name: str, further: str = "") -> ModelError:
-    """The error about a tensor on the meta device; `further` are more sentences on what to do."""
-    return ModelError(
-        f"{name} has no values here (meta device; accelerate's offload, or an empty model): load the whole model into "
-        f"main memory, without device_map.{further}"
-    )
+def require_values(tensors: Iterable[tuple[str, object]], further: str = "") -> None:
+    """Raise if a named tensor is on the meta device; `further` are more sentences on what to do.
+
+    Raises:
+        ModelError: one is; names it.
+    """
+    for name, tensor in tensors:
+        if getattr(tensor, "is_meta", False):
+            raise ModelError(
+                f"{name} has no values here (meta device; accelerate's offload, or an empty model): load the whole "
+                f"model into main memory, without device_map.{further}"
+            )
 
 
 def first_line(error: BaseException, otherwise: str | None = None) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from iobs.core.files import expanded, is_packed_file, weight_files
 from iobs.core.outputs import check_output
 from iobs.core.specs import CONFIG_NAME
-from iobs.errors import ModelError, ProblemError, without_values
+from iobs.errors import ModelError, ProblemError, require_values
 from iobs.inference.choices import PRECISIONS, Precision
 from iobs.inference.storing import fewest_bits
 from iobs.models.factory import WEIGHTS_NAME, build_directory
@@ -129,9 +129,9 @@ def _require_real(module: nn.Module) -> None:
     Raises:
         ModelError: one does; names it.
     """
-    for name, value in module.state_dict().items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise without_values(name)
+    state = module.state_dict()
+    require_values(state.items())
+    for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dtype not in DTYPES.values():
             dtype = str(value.dtype).removeprefix("torch.")
             raise ModelError(

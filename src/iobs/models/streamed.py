@@ -5,7 +5,6 @@ The source's files are read tensor by tensor, and the output's files are written
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from iobs.pruning.calibration.chains import with_formats
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks
 from iobs.pruning.cost.memory import Plan
 from iobs.pruning.coverage import Reason
+from iobs.pruning.network.copies import dense_copy
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.network.selection import Selection, require_finite, select, unobserved
 from iobs.pruning.recipe import Recipe
@@ -117,7 +117,7 @@ class StreamedModel:
         """
         tensors = (*self.module.parameters(), *self.module.buffers())
         shared = {id(value): value for value in tensors if value.ndim > 1 or value.is_meta}
-        return replace(self, module=copy.deepcopy(self.module, shared))
+        return replace(self, module=dense_copy(self.module, shared))
 
     @property
     def score_bytes(self) -> int | None:

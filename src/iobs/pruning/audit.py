@@ -19,7 +19,7 @@ from iobs.core.files import packed_hint, require_dense, weight_files
 from iobs.core.grids import by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.integers import Integers
 from iobs.core.patterns import NM, Budget, Grid, Pattern, Rate, Unstructured, as_pattern
-from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed, without_values
+from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed, require_values
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import Layer, find_layers, library_class, projections
 from iobs.pruning.network.selection import require_visible
@@ -241,9 +241,7 @@ def asked_zeros(pattern: Pattern, shape: tuple[int, int]) -> int:
 
 def _of_model(model: nn.Module) -> Generator[Matrix]:
     require_visible(model)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise without_values(name)
+    require_values(model.named_parameters())
     with folded(model):
         for layer in find_layers(model):
             stored = layer.stored(model)

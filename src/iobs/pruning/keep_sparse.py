@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from iobs.errors import LayerSelectionError, ProblemError, is_a, without_values
+from iobs.errors import LayerSelectionError, ProblemError, is_a, require_values
 
 
 @dataclass(eq=False)
@@ -119,9 +119,7 @@ def keep_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> SparseTra
         for name, parameter in model.named_parameters()
         if id(parameter) in stepped and parameter.ndim >= 2
     }
-    for name, parameter in matrices.items():
-        if parameter.is_meta:
-            raise without_values(name)
+    require_values(matrices.items())
     training = SparseTraining({}, [], matrices)
     if empty := training.mask():
         warnings.warn(f"{', '.join(empty)}: all zeros, so taken for not yet trained, and not kept.", stacklevel=2)

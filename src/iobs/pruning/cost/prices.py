@@ -291,11 +291,11 @@ def _price_of_stage(store: Store, request: Request, solver: NetworkSolver, data:
     weights = torch.cat([layer.read(store.model).flatten().float() for layer in layers])
     if not isinstance(solver, GlobalMagnitude):
         try:
-            rows = gradient_rows(store.model, layers, few)
+            results: list[Tensor] = []
+            seconds = timed(lambda: results.append(gradient_rows(store.model, layers, few)), store.device, 1)
         except CalibrationError:
             return 0.0
-        seconds = timed(lambda: gradient_rows(store.model, layers, few), store.device, 1)
-        gradients = seconds / few.samples * samples
+        rows, gradients = results[0], seconds / few.samples * samples
     part = min(len(weights), _BLOCKS * solver.block)
     # Mixtures of the few gradients stand for those of all samples.
     mixed = torch.randn(samples, few.samples, generator=torch.Generator().manual_seed(0)).to(rows.device)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
-from iobs.core.grids import by_channel, entries_of
+from iobs.core.grids import by_channel
 from iobs.core.integers import FACTOR_BITS, factor_bits, short, side_bits
 from iobs.core.masks import RowsOf, top_mask
-from iobs.core.patterns import NM, Grid, Pattern, Rate, Unstructured
+from iobs.core.patterns import NM, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import is_rounded, solver_for
-from iobs.pruning.layerwise.patterns import patterns_of_groups, share_of
+from iobs.pruning.layerwise.patterns import patterns_of_groups, rows_compete, share_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings, NetworkSolver
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -209,9 +209,7 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
 
     Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
     """
-    entries = entries_of(task.pattern)
-    competing = isinstance(entries, Unstructured) and entries.per == "layer" and not isinstance(task.pattern, Grid)
-    competing = competing or isinstance(task.pattern, Rate)
+    competing = rows_compete(task.pattern) and not isinstance(task.pattern, Groups)
     if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
     kept = 1 - share_of(task.pattern, task.layer)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, shown, without_values
+from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, require_values, shown
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
     Layer,
@@ -56,17 +56,17 @@ def require_usable(model: object, *, in_memory: bool = True, removes_units: bool
     assert isinstance(model, nn.Module)
     require_visible(model, removes_units)
     require_shapes(model)
+    if in_memory:
+        require_values(
+            _tensors(model),
+            " If it does not fit on the device, prune an OffloadedStore of it, or use --low-memory on the command "
+            "line.",
+        )
     for name, tensor in _tensors(model):
         if isinstance(tensor, library_class("torch.distributed.tensor", "DTensor")):
             raise ModelError(
                 f"{name} is split over processes (fully_shard or tensor parallelism): prune the model before it is "
                 "split, then split it, and call iobs.keep_sparse to train it further."
-            )
-        if tensor.is_meta and in_memory:
-            raise without_values(
-                name,
-                " If it does not fit on the device, prune an OffloadedStore of it, or use --low-memory on the command "
-                "line.",
             )
         if tensor.is_inference():
             raise ModelError(
