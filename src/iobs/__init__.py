@@ -4,7 +4,7 @@ Names are imported on first use: `import iobs` is quick, pruning loads no scikit
 """
 
 from iobs import openmp as _openmp  # noqa: F401 - sets how threads wait, before anything loads torch
-from iobs.core.lazy import lazy_names as _lazy_names
+from iobs.core.late import lazy_names as _lazy_names
 from iobs.registration import register as _register
 
 _register()

@@ -17,7 +17,7 @@ from iobs.errors import NotPositiveDefiniteError, ProblemError
 from iobs.optimize.bounds import branch_and_bound
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.tangents import Boxes
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.estimators.knockoffs import knockoff_filter
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.linear import LeastSquares

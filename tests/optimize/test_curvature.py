@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from iobs.optimize.curvature.kinds import EmpiricalFisher, FullHessian
+from iobs.optimize.curvature import EmpiricalFisher, FullHessian
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sparse_problems import correlated_design, sparse_signal
 
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness
 from iobs.optimize.minimize import minimize

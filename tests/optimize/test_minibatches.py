@@ -9,7 +9,7 @@ import torch
 from sparse_problems import correlated_design, sparse_signal
 
 from iobs import minimize
-from iobs.optimize.curvature.kinds import FullHessian, SampledHessian
+from iobs.optimize.curvature import FullHessian, SampledHessian
 from iobs.optimize.methods.gradient import StochasticIOBS, estimated_smoothness, stochastic_length
 from iobs.optimize.objectives.families import Logistic, Poisson
 from iobs.optimize.objectives.linear import LeastSquares

@@ -12,9 +12,8 @@ from sparse_problems import correlated_design, sparse_signal
 
 import iobs
 from iobs.errors import NonFiniteError, NotPositiveDefiniteError, ProblemError
-from iobs.optimize.curvature.kinds import FullHessian
-from iobs.optimize.curvature.models import ProductModel
-from iobs.optimize.methods.registry import METHODS
+from iobs.optimize.curvature import FullHessian, ProductModel
+from iobs.optimize.methods import METHODS
 from iobs.optimize.minimize import minimize
 from iobs.optimize.objectives.autodiff import from_torch
 from iobs.optimize.objectives.families import Logistic, Poisson

@@ -8,14 +8,14 @@ import torch
 
 import iobs
 from iobs.core.patterns import Unstructured
-from iobs.optimize.curvature.kinds import (
+from iobs.optimize.curvature import (
     DiagonalHessian,
     EmpiricalFisher,
     FullHessian,
+    QuadraticObjective,
     gradient_step,
     largest_eigenvalue,
 )
-from iobs.optimize.curvature.models import QuadraticObjective
 from iobs.optimize.methods import subproblem
 from iobs.optimize.methods.gradient import HardThresholding, stochastic_length
 from iobs.optimize.methods.sparse_newton import SparseNewton

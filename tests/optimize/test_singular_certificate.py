@@ -11,7 +11,7 @@ from iobs.optimize.bounds import branch_and_bound
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.enumeration import enumerate_supports
 from iobs.optimize.bounds.tree import QuadraticArrays
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.objectives.linear import LeastSquares
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import refit

@@ -3,6 +3,6 @@
 Names are imported on first use: reading a table loads neither torch nor models.
 """
 
-from iobs.core.lazy import lazy_names as _lazy_names
+from iobs.core.late import lazy_names as _lazy_names
 
 __getattr__, __all__ = _lazy_names(__name__, __file__)

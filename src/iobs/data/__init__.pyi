@@ -1,5 +1,3 @@
-from iobs.data.pairs import PairSource as PairSource
-from iobs.data.pairs import read_pairs as read_pairs
 from iobs.data.questions import Question as Question
 from iobs.data.questions import Questions as Questions
 from iobs.data.questions import made_questions as made_questions
@@ -8,11 +6,13 @@ from iobs.data.questions import read_questions as read_questions
 from iobs.data.sources import ArraySource as ArraySource
 from iobs.data.sources import Batch as Batch
 from iobs.data.sources import BatchSource as BatchSource
+from iobs.data.sources import PairSource as PairSource
 from iobs.data.sources import Source as Source
 from iobs.data.sources import TextSource as TextSource
 from iobs.data.sources import array_batches as array_batches
 from iobs.data.sources import calibration_batches as calibration_batches
 from iobs.data.sources import open_source as open_source
+from iobs.data.sources import read_pairs as read_pairs
 from iobs.data.text import CORPORA as CORPORA
 from iobs.data.text import Part as Part
 from iobs.data.text import calibration_windows as calibration_windows

@@ -13,11 +13,13 @@ from torch import Tensor
 from iobs.core.files import expanded
 from iobs.core.specs import is_function_spec, require_data
 from iobs.data.images import IMAGE_SUFFIXES, ImageFiles, read_arrays, read_images, statistics_of, transform_of
-from iobs.data.pairs import SUFFIXES, PairSource, read_pairs
+from iobs.data.tables import read_columns
 from iobs.data.text import CORPORA, PIECE, Part, calibration_windows, corpus_documents, embedded_text, read_documents
-from iobs.errors import CalibrationError, DataError
+from iobs.errors import CalibrationError, DataError, listed
 from iobs.models import EMBEDDED, LoadedModel
 from iobs.models.factory import call_function
+
+_TABLES_OF_PAIRS = (".csv", ".tsv", ".parquet")
 
 Batch: TypeAlias = Tensor | tuple[Tensor | Mapping[str, Tensor], Tensor] | Mapping[str, Tensor]
 
@@ -48,6 +50,21 @@ class BatchSource:
 
     name: str
     batches: list[Batch]
+
+
+@dataclass(frozen=True)
+class PairSource:
+    """Labelled pairs of texts.
+
+    Attributes:
+        name: of the source.
+        pairs: two texts each.
+        labels: one number for each pair; the order of these numbers is what counts.
+    """
+
+    name: str
+    pairs: tuple[tuple[str, str], ...]
+    labels: tuple[float, ...]
 
 
 Source: TypeAlias = TextSource | ArraySource | BatchSource | PairSource
@@ -82,7 +99,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
             return ArraySource(spec, *read_arrays(path, statistics_of(model)))
         if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
             return ArraySource(spec, *read_images(path, transform_of(model), statistics_of(model)))
-        if part == "evaluation" and model.task == "other" and path.suffix.lower() in SUFFIXES:
+        if part == "evaluation" and model.task == "other" and path.suffix.lower() in _TABLES_OF_PAIRS:
             return read_pairs(path, spec)
     files = [expanded(spec) for spec in specs]
     for file in files:
@@ -202,3 +219,27 @@ def _checked(spec: str, batches: object) -> list[Batch]:
             )
         checked.append(tuple(entry) if pair else entry)
     return checked
+
+
+def read_pairs(file: Path, name: str) -> PairSource:
+    """Read a table with a header, two columns of text and one of numbers; rows with a missing entry are left out.
+
+    Raises:
+        DataError: the file cannot be read, has other columns, or fewer than three whole rows.
+    """
+    columns = read_columns(file)
+    texts = [values for values in columns.values() if values.dtype.kind == "O"]
+    numbers = [values for values in columns.values() if values.dtype.kind in "biuf"]
+    if len(texts) != 2 or len(numbers) != 1:
+        raise DataError(
+            f"{file} has the columns {listed([*columns])}; pairs of texts are two columns of text and one of numbers, "
+            "such as sentence1, sentence2 and score."
+        )
+    rows = [
+        (str(first), str(second), float(label))
+        for first, second, label in zip(*texts, *numbers, strict=True)
+        if first is not None and second is not None and label == label
+    ]
+    if len(rows) < 3:
+        raise DataError(f"{file} has {len(rows)} whole rows; a rank correlation needs three pairs at least.")
+    return PairSource(name, tuple((first, second) for first, second, _ in rows), tuple(label for *_, label in rows))

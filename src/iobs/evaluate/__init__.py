@@ -1,7 +1,6 @@
 """Metrics of a model: perplexity, accuracy, rank correlation of embeddings, multiple choice, and lm-eval tasks."""
 
 from iobs.evaluate.before_after import BeforeAfter
-from iobs.evaluate.embeddings import rank_correlation
 from iobs.evaluate.scores import (
     Progress,
     accuracy,
@@ -10,6 +9,7 @@ from iobs.evaluate.scores import (
     no_progress,
     output_logits,
     perplexity,
+    rank_correlation,
     squared_error,
 )
 from iobs.evaluate.tasks import answer, check_tasks, evaluate_tasks

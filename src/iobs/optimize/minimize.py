@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from iobs.errors import NonFiniteError, ProblemError, is_a
-from iobs.optimize.curvature.models import as_objective
+from iobs.optimize.curvature import as_objective
+from iobs.optimize.methods import METHODS
 from iobs.optimize.methods.base import Method, State
 from iobs.optimize.methods.best_known import BestKnown, Exact
-from iobs.optimize.methods.registry import METHODS
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike, as_vector, few_threads
 from iobs.optimize.objectives.tabled import Tabled
@@ -95,7 +95,7 @@ def minimize(
         objective: one of `iobs.objectives`, any `Objective`, or an `iobs.Quadratic` of one row.
         k: largest number of non-zeros; forced coordinates (such as an intercept) are not counted.
         method: "auto" (best known), "exact" (the best support, proved, however long it takes; Ctrl+C ends the proof,
-            and the message has the gap), a name in `iobs.optimize.methods.registry.METHODS`, or an instance.
+            and the message has the gap), a name in `iobs.optimize.methods.METHODS`, or an instance.
         theta0: start (d,), possibly dense; zero if not given.
         damping: relative to mean diag(H), for methods that factorise H or an approximation of it; None lets the method
             choose. "regularised_newton", "cubic_newton", "nhtp" and "fnhtp" adapt their damping or have none, and

@@ -39,7 +39,7 @@ from iobs.optimize.bounds.convex_tree import OUT_OF_TIME
 from iobs.optimize.bounds.enumeration import enumerable, enumerate_supports
 from iobs.optimize.bounds.tangents import Boxes
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
-from iobs.optimize.curvature.models import as_objective
+from iobs.optimize.curvature import as_objective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Indices, VectorLike
 from iobs.optimize.objectives.linear import LeastSquares

@@ -18,7 +18,7 @@ from iobs.optimize.bounds.certificate import Certificate, ProofLimits, negligibl
 from iobs.optimize.bounds.convex_tree import OUT_OF_TIME, ConvexTree
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.bounds.reach import OutOfTimeError, reached
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array, Booleans, Indices

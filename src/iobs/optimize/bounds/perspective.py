@@ -27,7 +27,7 @@ from functools import cached_property
 import numpy as np
 from numba import njit
 
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.objectives.base import DesignObjective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 

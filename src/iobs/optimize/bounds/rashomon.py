@@ -29,7 +29,7 @@ from iobs.optimize.bounds.convex import INTERRUPTED, FeatureProblem, NearOptimal
 from iobs.optimize.bounds.convex_tree import OUT_OF_TIME
 from iobs.optimize.bounds.reach import OutOfTimeError
 from iobs.optimize.bounds.tree import Node, QuadraticArrays, SupportTree
-from iobs.optimize.curvature.models import as_objective
+from iobs.optimize.curvature import as_objective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices, VectorLike
 from iobs.optimize.objectives.tabled import Tabled

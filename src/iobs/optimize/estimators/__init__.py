@@ -3,6 +3,6 @@
 Names are imported on first use: a regression loads neither knockoffs nor graphs of covariances.
 """
 
-from iobs.core.lazy import lazy_names as _lazy_names
+from iobs.core.late import lazy_names as _lazy_names
 
 __getattr__, __all__ = _lazy_names(__name__, __file__)

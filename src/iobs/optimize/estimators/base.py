@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.base import BaseEstimator
-from sklearn.utils import Tags
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+import scipy.sparse as sp
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils import Tags, check_array
+from sklearn.utils._set_output import _get_output_config
+from sklearn.utils.validation import _check_feature_names_in, _check_sample_weight, check_is_fitted, validate_data
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.paths import _BY_FOLDS, Labels, PathSearch, Samples, is_clean
 from iobs.optimize.estimators.plots import path_figure
-from iobs.optimize.estimators.selector import ColumnSelector
 from iobs.optimize.estimators.summary import Row, Summary
 from iobs.optimize.objectives.design import (
     Array,
     Booleans,
+    Indices,
     MatrixLike,
     VectorLike,
     few_threads,
@@ -27,6 +30,52 @@ from iobs.optimize.refit.separation import warn_of_separation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class ColumnSelector(TransformerMixin):  # type: ignore[misc]
+    """A transformer that keeps some columns.
+
+    It is scikit-learn's `SelectorMixin`, which cannot be imported without all of its feature selection, metrics and
+    neighbours: a second for a regression of a small table.
+    """
+
+    @abstractmethod
+    def _get_support_mask(self) -> Booleans:
+        """True for the columns that are kept, (n_features_in_,)."""
+
+    def get_support(self, indices: bool = False) -> Booleans | Indices:
+        """A mask of the chosen columns (d,), or their indices."""
+        mask = self._get_support_mask()
+        return np.flatnonzero(mask) if indices else mask
+
+    def transform(self, X: Any) -> Any:
+        """The chosen columns of X (n, d): as an array, as a sparse matrix, or as `set_output` asks for."""
+        mask = self._get_support_mask()
+        framed = hasattr(X, "iloc") and _get_output_config("transform", estimator=self)["dense"] != "default"
+        X = validate_data(self, X, dtype=None, accept_sparse="csr", skip_check_array=framed, reset=False)
+        return X.loc[:, mask] if framed else X[:, mask]
+
+    def inverse_transform(self, X: Any) -> Any:
+        """A matrix (n, d) with the columns of X (n, chosen) in their places and zeros elsewhere.
+
+        Raises:
+            ProblemError: X has another number of columns.
+        """
+        kept = self.get_support(indices=True)
+        X = check_array(X, dtype=None, accept_sparse=True)
+        if X.shape[1] != kept.size:
+            raise ProblemError(f"X has {X.shape[1]} columns, and {kept.size} were chosen.")
+        count = self._get_support_mask().size
+        if sp.issparse(X):
+            return X @ sp.csr_array((np.ones(kept.size), (np.arange(kept.size), kept)), shape=(kept.size, count))
+        whole = np.zeros((X.shape[0], count), dtype=X.dtype)
+        whole[:, kept] = X
+        return whole
+
+    def get_feature_names_out(self, input_features: npt.ArrayLike | None = None) -> npt.NDArray[np.object_]:
+        """Names of the chosen columns."""
+        check_is_fitted(self)
+        return np.asarray(_check_feature_names_in(self, input_features))[self._get_support_mask()]
 
 
 _STORAGE: dict[str, Any] = {"accept_sparse": ["csr", "csc"], "dtype": [np.float64, np.float32]}

@@ -25,7 +25,7 @@ from sklearn.utils.validation import check_is_fitted
 from iobs.errors import ProblemError, is_a
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.bounds.certificate import relative_gap
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.linear import LeastSquares
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.curvature.kinds import FullHessian, gradient_step
+from iobs.optimize.curvature import FullHessian, gradient_step
 from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.problem import Problem

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from iobs.optimize.curvature.kinds import gradient_step, largest_eigenvalue, largest_of_products
+from iobs.optimize.curvature import gradient_step, largest_eigenvalue, largest_of_products
 from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.objectives.design import Array, Booleans
 from iobs.optimize.objectives.linear import LinearModel

@@ -1,7 +1,7 @@
 """Sparse Newton methods: each step minimises a quadratic model of f over sparse vectors.
 
 Algorithm = curvature x solver of the subproblem. The curvatures and solvers of this package make `SparseNewton` equal
-to Top-k-I-OBS, I-OBS, OBD, OBS, WoodFisher, WoodTaylor or OBC; `registry` lists the combinations.
+to Top-k-I-OBS, I-OBS, OBD, OBS, WoodFisher, WoodTaylor or OBC; `METHODS` lists the combinations.
 
 `RegularisedNewton` converges from any start: it raises the damping until f falls.
 
@@ -21,8 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from iobs.optimize.curvature.kinds import Curvature, FullHessian, Model
-from iobs.optimize.curvature.models import ProductModel, QuadraticObjective
+from iobs.optimize.curvature import Curvature, FullHessian, Model, ProductModel, QuadraticObjective
 from iobs.optimize.methods.base import Method, State, state_at
 from iobs.optimize.methods.subproblem import BestSupport, SubproblemSolver
 from iobs.optimize.objectives.design import Array

@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from iobs.errors import ProblemError
-from iobs.optimize.curvature.kinds import Model
-from iobs.optimize.curvature.models import QuadraticObjective
+from iobs.optimize.curvature import Model, QuadraticObjective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.problem import Problem
 from iobs.optimize.refit.newton import Fit, inverse_block, refit

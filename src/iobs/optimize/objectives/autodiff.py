@@ -7,7 +7,7 @@ from numbers import Integral
 
 import numpy as np
 
-from iobs.core.late_torch import is_tensor, torch
+from iobs.core.late import is_tensor, torch
 from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
-from iobs.core.late_torch import is_tensor, torch
+from iobs.core.late import is_tensor, torch
 from iobs.errors import NonFiniteError
 from iobs.optimize.objectives.design import (
     BLOCK_ELEMENTS,

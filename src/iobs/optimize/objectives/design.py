@@ -16,7 +16,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
-from iobs.core.late_torch import is_tensor, torch
+from iobs.core.late import is_tensor, torch
 from iobs.errors import NonFiniteError, ProblemError
 
 Array: TypeAlias = npt.NDArray[np.float64]

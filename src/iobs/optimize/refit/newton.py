@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.linalg.lapack import dposv, dpotrf, dpotri, sposv
 
-from iobs.optimize.curvature.models import QuadraticObjective, conjugate_gradients
+from iobs.optimize.curvature import QuadraticObjective, conjugate_gradients
 from iobs.optimize.objectives.autodiff import TorchObjective
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Floats, Indices, add_to_diagonal

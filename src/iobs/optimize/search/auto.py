@@ -28,7 +28,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from iobs.optimize.curvature.kinds import FullHessian
+from iobs.optimize.curvature import FullHessian
 from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array, Indices
 from iobs.optimize.objectives.gram import GramLeastSquares, by_gram

@@ -22,6 +22,7 @@ from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
 from iobs.pruning.network.layers import Layer
+from iobs.pruning.plan.allocate import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.counts import LEVELS, under_pattern
 from iobs.pruning.plan.curves import (
     CURVE_TOKENS,
@@ -32,7 +33,6 @@ from iobs.pruning.plan.curves import (
     row_step,
     with_whole_curves,
 )
-from iobs.pruning.plan.search import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.widths import LEVELS as UNIT_LEVELS
 from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current

@@ -1,7 +1,6 @@
-"""Names of a package that are imported on first use.
+"""Imports at the first use: of torch, and of the public names of a package.
 
-The stub of the package, `__init__.pyi`, is the list: a line `from HOME import NAME as NAME` for each public name. Type
-checkers and editors read the same file. A pattern finds its lines, because `import ast` takes long.
+torch takes seconds to load, and a regression on NumPy arrays does not need it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,33 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import TYPE_CHECKING, TypeGuard
+
+__all__ = ["is_tensor", "torch"]
+
+if TYPE_CHECKING:
+    import torch
+else:
+
+    class _LateModule:
+        """The module torch, loaded when an attribute of it is read."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(import_module("torch"), name)
+
+    torch = _LateModule()
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Check for a tensor without loading torch: where it is not loaded, nothing is a tensor."""
+    return "torch" in sys.modules and isinstance(value, torch.Tensor)
 
 
 def lazy_names(package: str, file: str, rooms: Iterable[str] = ()) -> tuple[Callable[[str], object], list[str]]:
-    """Make the `__getattr__` and the `__all__` of a package from its stub.
+    """Make the `__getattr__` and the `__all__` of a package, whose names are imported on first use.
+
+    Its stub, `__init__.pyi`, is the list: a line `from HOME import NAME as NAME` for each public name. Type checkers
+    and editors read the same file. A pattern finds its lines, because `import ast` takes long.
 
     Args:
         package: `__name__` of the package.

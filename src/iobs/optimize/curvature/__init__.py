@@ -1,1 +1,0 @@
-"""Quadratic models of f: the Hessians that methods use."""
