@@ -1,4 +1,4 @@
-"""Numba kernels compared with their torch forms."""
+"""Numba kernels compared with their torch forms, or with brute force."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from solver_problems import dependent_problem, random_problem
 
 import iobs
 from iobs.core import linalg
-from iobs.solvers import obc, sparsegpt
-from iobs.solvers.kernels import project, swaps
+from iobs.solvers import obc, sparsegpt, swap
+from iobs.solvers.kernels import project
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -56,48 +56,55 @@ def test_greedy_removals_numba_equals_torch(of, quota):
     torch.testing.assert_close(numba[1], plain[1])
 
 
+def loss_on(hessian, linear, support):
+    """The least loss on a support."""
+    return -0.5 * linear[support] @ torch.linalg.solve(hessian[support][:, support], linear[support])
+
+
 @pytest.mark.parametrize(("inside", "outside"), [(8, 8), (2, 2), (1, 1)])
-def test_swap_until_optimal_numba_equals_torch(inside, outside):
+def test_swaps_are_the_best_ones_and_leave_the_state_of_their_support(inside, outside):
     problem = random_problem(6, 16, condition=1e3)
-    mask = (torch.arange(16) % (inside + outside)) < inside
+    hessian, mask = problem.matrix, (torch.arange(16) % (inside + outside)) < inside
+    groups = torch.arange(16) // (inside + outside)
     for row in problem.linear:
-        states = [swaps.RowState.build(problem.matrix, row, mask) for _ in range(2)]
-        made = [
-            form(state, problem.matrix, inside, outside, 1e-9, 5)
-            for form, state in zip((swaps.swap_until_optimal_torch, swaps.swap_until_optimal), states, strict=True)
+        supports = [
+            torch.tensor([*({*mask.nonzero().flatten().tolist(), j} - {i})])
+            for i in mask.nonzero().flatten().tolist()
+            for j in (~mask & (groups == groups[i])).nonzero().flatten().tolist()
         ]
-        assert made[0] == made[1]
-        for plain, numba in zip(*[vars(state).values() for state in states], strict=True):
-            torch.testing.assert_close(plain, numba)
-        support = states[0].support.sort().values
-        fresh = swaps.RowState.build(problem.matrix, row, torch.zeros(16).bool().index_fill(0, support, True))
-        order = states[0].support.argsort()
-        torch.testing.assert_close(states[0].weight[order], fresh.weight)
-        torch.testing.assert_close(states[0].schur[states[0].rest.argsort()], fresh.schur)
-        torch.testing.assert_close(states[0].gradient[states[0].rest.argsort()], fresh.gradient)
+        best = min(loss_on(hessian, row, support) for support in supports)
+        state = swap.RowState.build(hessian, row, mask)
+        assert swap.swap_until_optimal(state, hessian, inside, outside, 1e-9, 1) == 1
+        torch.testing.assert_close(loss_on(hessian, row, state.support), best)
+        swap.swap_until_optimal(state, hessian, inside, outside, 1e-9, 5)
+        fresh = swap.RowState.build(hessian, row, torch.zeros(16).bool().index_fill(0, state.support, True))
+        order, rest = state.support.argsort(), state.rest.argsort()
+        torch.testing.assert_close(state.weight[order], fresh.weight)
+        torch.testing.assert_close(state.schur[rest], fresh.schur)
+        torch.testing.assert_close(state.gradient[rest], fresh.gradient)
+        torch.testing.assert_close(state.spread[rest][:, order], fresh.spread)
+        torch.testing.assert_close(state.inverse[order][:, order], fresh.inverse)
 
 
-@pytest.mark.parametrize("form", ["torch", "numba"])
 @pytest.mark.parametrize(
     ("kind", "seed", "first"), [("copy", 1, 4), ("copy", 2, 0), ("scaled", 1, 4), ("scaled", 18, 0)]
 )
-def test_swaps_lower_the_loss_if_inputs_depend_on_each_other(kind, seed, first, form):
+def test_swaps_lower_the_loss_if_inputs_depend_on_each_other(kind, seed, first):
     problem = dependent_problem(kind, seed)
     scale = problem.matrix.diagonal().sqrt()
     hessian, linear = problem.matrix / scale / scale[:, None], (problem.linear / scale)[0]
     mask = torch.zeros(7, dtype=torch.bool)
     mask[first : first + 3] = True
-    state = swaps.RowState.build(hessian, linear, mask)
+    state = swap.RowState.build(hessian, linear, mask)
 
     def loss():
         block = hessian[state.support][:, state.support]
         return float(0.5 * state.weight @ block @ state.weight - linear[state.support] @ state.weight)
 
     before = loss()
-    swap = swaps.swap_until_optimal_torch if form == "torch" else swaps.swap_until_optimal
-    assert swap(state, hessian, 3, 4, -1e-10 * before, 64) < 64
+    assert swap.swap_until_optimal(state, hessian, 3, 4, -1e-10 * before, 64) < 64
     assert loss() <= before
-    fresh = swaps.RowState.build(hessian, linear, torch.zeros(7, dtype=torch.bool).scatter(0, state.support, True))
+    fresh = swap.RowState.build(hessian, linear, torch.zeros(7, dtype=torch.bool).scatter(0, state.support, True))
     order = state.support.argsort()
     torch.testing.assert_close(state.weight[order], fresh.weight, rtol=1e-6, atol=1e-6)
 

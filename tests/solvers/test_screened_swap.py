@@ -9,7 +9,7 @@ from solver_problems import best_on, random_problem, swapped_masks
 import iobs
 from iobs.core.masks import top_mask
 from iobs.core.quadratic import Solution
-from iobs.solvers.kernels import screen
+from iobs.solvers import screened_swap
 from iobs.solvers.refit import scaled
 from iobs.solvers.screened_swap import ScreenedSwap, candidate_columns
 
@@ -27,9 +27,9 @@ def test_rows_are_optimal_among_their_candidates_and_give_their_prices(pattern):
     groups, mask = pattern.groups((12, 32)), top_mask(torch.rand(12, 32), pattern)
     hessian, linear, _ = scaled(problem)
     exact = iobs.Quadratic(hessian.double(), linear.double())
-    rows = screen.Rows.of(mask.clone(), best_on(exact, mask).float())
+    rows = screened_swap.Rows.of(mask.clone(), best_on(exact, mask).float())
     slots = candidate_columns(hessian, linear, rows, groups, 6)
-    screen.swap_rows(rows, hessian, linear, slots, groups, 1e-5, 30)
+    screened_swap.swap_rows(rows, hessian, linear, slots, groups, 1e-5, 30)
     assert int(rows.swaps.sum()) > 0
     # Condition 50 times the rounding of float32, and the rounding of the updates of swaps.
     torch.testing.assert_close(rows.weight, best_on(exact, rows.mask).float(), rtol=1e-3, atol=1e-3)
@@ -58,9 +58,11 @@ def test_swap_rows_leaves_a_row_if_members_are_singular():
     hessian = torch.eye(6)
     hessian[0, 1] = hessian[1, 0] = 1 + 1e-6
     mask = torch.tensor([[True, True, True, False, False, False]])
-    rows = screen.Rows.of(mask.clone(), mask.float())
+    rows = screened_swap.Rows.of(mask.clone(), mask.float())
     slots = torch.tensor([[2, 3, 4, 5]])
-    screen.swap_rows(rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64)
+    screened_swap.swap_rows(
+        rows, hessian, torch.ones(1, 6), slots, iobs.Unstructured(0.5, per="row").groups((1, 6)), 1e-6, 64
+    )
     assert torch.equal(rows.mask, mask)
     assert torch.equal(rows.weight, mask.float())
     assert int(rows.swaps) == 0

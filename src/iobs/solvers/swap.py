@@ -1,4 +1,9 @@
-"""Exact 1-swaps with optimal weights, until no swap that the pattern allows lowers the loss."""
+"""Exact 1-swaps with optimal weights, in closed form, until no swap that the pattern allows lowers the loss.
+
+Let S be the support of a row, P the other variables, A = H_SS^-1 and w = A b_S the optimal weights. Let T = H_PS A,
+s the diagonal of the Schur complement H_PP - T H_SP, and g = b_P - H_PS w. Admitting j gains g_j^2 / (2 s_j). Then
+removing i costs (w_i - T_ji g_j / s_j)^2 / (2 (A_ii + T_ji^2 / s_j)). Each swap is two updates of rank one.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from iobs.core import linalg
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.kernels.swaps import RowState, swap_until_optimal
 from iobs.solvers.protocols import SolveCost, require_whole, usual_cost
 
 _REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
@@ -47,14 +52,15 @@ class Swap:
 
         `stats` counts its "swaps" and its "exchanges" between rows; "certified" is True if no exchange is left.
         """
+        # One row after another, with a decision after each swap, would leave a GPU idle.
         groups = pattern.groups(problem.shape)
-        hessian, linear, scale = _scaled(problem)
+        hessian, linear, scale = (tensor.cpu() for tensor in _scaled(problem))
         search = _SwapSearch(hessian, linear, groups)
-        mask = solution.mask.clone()
+        mask = solution.mask.clone().cpu()
         weight = torch.zeros_like(linear)
         search.swap_in_rows(mask, weight, range(len(mask)))
         certified = groups.size <= problem.shape[1] or search.exchange(mask, weight, self.rounds)
-        weight = (weight / scale).to(problem.dtype)
+        weight, mask = (weight / scale).to(problem.device, problem.dtype), mask.to(problem.device)
         stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
         stats["certified"] = certified
         refined = Solution.of(problem, weight, mask, **stats)
@@ -133,11 +139,95 @@ class _SwapSearch:
             if limit == 0:
                 return False
             limit -= 1
-            mask[givers, self.leaves[givers].to(mask.device)] = False
-            mask[takers, self.enters[takers].to(mask.device)] = True
+            mask[givers, self.leaves[givers]] = False
+            mask[takers, self.enters[takers]] = True
             self.exchanges += len(givers)
             self.swap_in_rows(mask, weight, [*givers.tolist(), *takers.tolist()])
         return False
+
+
+@dataclass
+class RowState:
+    """State of one row for swaps. An admitted variable takes the slot of the removed one, so slots keep their group.
+
+    Attributes:
+        support: int64 (k,), the variables of S; ascending when built.
+        rest: int64 (p,), the variables of P; ascending when built.
+        inverse: (k, k), A.
+        spread: (p, k), T.
+        schur: (p,), s.
+        gradient: (p,), g.
+        weight: (k,), w.
+    """
+
+    support: Tensor
+    rest: Tensor
+    inverse: Tensor
+    spread: Tensor
+    schur: Tensor
+    gradient: Tensor
+    weight: Tensor
+
+    @classmethod
+    def build(cls, hessian: Tensor, linear: Tensor, mask: Tensor) -> RowState:
+        """Build the state of a row from its support.
+
+        Args:
+            hessian: (d, d).
+            linear: (d,).
+            mask: boolean (d,).
+
+        Raises:
+            NotPositiveDefiniteError: H_SS is singular.
+        """
+        support, rest = mask.nonzero().flatten(), (~mask).nonzero().flatten()
+        columns = hessian.index_select(0, support)
+        square, crossed = columns.index_select(1, support), columns.index_select(1, rest).T
+        inverse = linalg.inverse(square).contiguous() if len(support) else square
+        spread = crossed @ inverse
+        weight = inverse @ linear[support]
+        schur = hessian.diagonal()[rest] - (spread * crossed).sum(1)
+        gradient = (linear[rest] - crossed @ weight).masked_fill(~independent(schur, hessian, rest), 0)
+        # The Schur complement of a definite matrix is positive; rounding must not make it negative.
+        schur = torch.maximum(schur, torch.finfo(schur.dtype).eps * hessian.diagonal()[rest])
+        return cls(support, rest, inverse, spread, schur, gradient, weight)
+
+    def admissions(self) -> Tensor:
+        """Twice the gain of admitting each variable of P alone, (p,)."""
+        return self.gradient.square() / self.schur
+
+    def removals(self) -> Tensor:
+        """Twice the cost of removing each variable of S alone, (k,)."""
+        return self.weight.square() / self.inverse.diagonal()
+
+
+def independent(schur: Tensor, hessian: Tensor, rest: Tensor) -> Tensor:
+    """True where a variable of P does not depend on S, as a duplicate of a member does; others gain nothing, (p,)."""
+    return schur > 4 * torch.finfo(schur.dtype).eps * hessian.diagonal()[rest]
+
+
+def swap_until_optimal(
+    state: RowState, hessian: Tensor, inside: int, outside: int, tolerance: float, limit: int
+) -> int:
+    """Make the best swap until no swap gains more than the tolerance; the state is changed in place.
+
+    Args:
+        state: state of the row, on the CPU.
+        hessian: (d, d) contiguous.
+        inside: slots of S in a group: k for an unstructured row, N for N:M.
+        outside: slots of P in a group: p, or M - N.
+        tolerance: least gain of a swap, as twice the decrease of the loss.
+        limit: largest number of swaps.
+
+    Returns:
+        The number of swaps made.
+    """
+    if state.spread.numel() == 0:
+        return 0
+    from iobs.solvers.kernels import swaps_numba
+
+    arrays = swaps_numba.RowArrays(*(tensor.numpy() for tensor in vars(state).values()))
+    return swaps_numba.swap_until_optimal(arrays, hessian.numpy(), inside, outside, tolerance, limit)
 
 
 def exchange_pairs(removal: Tensor, admission: Tensor, least: float) -> tuple[Tensor, Tensor]:

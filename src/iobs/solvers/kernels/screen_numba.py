@@ -1,4 +1,4 @@
-"""Numba loops of `screen.py`."""
+"""Numba loops of `screened_swap.py`, whose text has the formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 
 class SearchArrays(NamedTuple):
-    """The attributes of `screen.Rows` as arrays that share their memory."""
+    """The attributes of `screened_swap.Rows` as arrays that share their memory."""
 
     mask: Bools
     weight: Floats
@@ -183,7 +183,7 @@ def _write(
 def swap_rows(
     start: int, stop: int, rows: SearchArrays, hessian: Floats, linear: Floats, slots: Integers, settings: SwapSettings
 ) -> None:
-    """Rows `start` to `stop` of `screen.swap_rows`."""
+    """Rows `start` to `stop` of `screened_swap.swap_rows`."""
     for r in range(start, stop):
         columns = slots[r][slots[r] >= 0]
         if columns.size:

@@ -1,4 +1,4 @@
-"""Numba loops of `swaps.py`: the formulas of `best_swap` and `make_swap` in the same order."""
+"""Numba loops of `swap.py`, whose text has the formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Integers = NDArray[np.int64]
 
 
 class RowArrays(NamedTuple):
-    """The attributes of `swaps.RowState` as arrays that share their memory."""
+    """The attributes of `swap.RowState` as arrays that share their memory."""
 
     support: Integers
     rest: Integers
@@ -26,10 +26,13 @@ class RowArrays(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def best_swap(state: RowArrays, hessian: Floats, inside: int, outside: int) -> tuple[float, int, int]:
-    """Best swap, by falling gain of admission: stop once that gain alone is not above the best swap."""
+    """Twice the gain of the best swap within a group, the slot of S to remove and the slot of P to admit.
+
+    By falling gain of admission: stop once that gain alone is not above the best swap.
+    """
     _, rest, inverse, spread, schur, gradient, weight = state
     admission = np.zeros_like(schur)
-    least_schur = 4 * np.finfo(schur.dtype).eps  # relative, as `swaps.independent`
+    least_schur = 4 * np.finfo(schur.dtype).eps  # relative, as `swap.independent`
     for q in range(rest.size):
         if schur[q] > least_schur * hessian[rest[q], rest[q]]:
             admission[q] = gradient[q] * gradient[q] / schur[q]
@@ -54,6 +57,7 @@ def best_swap(state: RowArrays, hessian: Floats, inside: int, outside: int) -> t
 
 @njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"})
 def _admit(state: RowArrays, row: Floats, enter: int, sigma: Floats) -> None:
+    """Admit a variable; its row of the Schur complement, sigma, is its coupling to P."""
     support, rest, inverse, spread, schur, gradient, weight = state
     x, s = spread[enter].copy(), schur[enter]
     step = gradient[enter] / s
@@ -76,13 +80,14 @@ def _admit(state: RowArrays, row: Floats, enter: int, sigma: Floats) -> None:
 
 @njit(nogil=True, cache=True, fastmath={"contract"})
 def make_swap(state: RowArrays, hessian: Floats, leave: int, enter: int) -> None:
-    """`swaps.make_swap`, in place."""
+    """Exchange the variable in slot `enter` of P and the variable in slot `leave` of S, in place."""
     support, rest, inverse, spread, schur, gradient, weight = state
     entering = rest[enter]
     x, s = spread[enter].copy(), schur[enter]
     step = gradient[enter] / s
     sigma = np.empty_like(schur)
     _admit(state, hessian[entering], enter, sigma)
+    # Remove: v is the removed variable's column of the enlarged inverse, with the admitted variable in its slot.
     variance, value = inverse[leave, leave], weight[leave]
     v = inverse[:, leave].copy()
     v[leave] = -x[leave] / s
@@ -114,7 +119,7 @@ def make_swap(state: RowArrays, hessian: Floats, leave: int, enter: int) -> None
 def swap_until_optimal(
     state: RowArrays, hessian: Floats, inside: int, outside: int, tolerance: float, limit: int
 ) -> int:
-    """`swaps.swap_until_optimal` on one row, in place."""
+    """`swap.swap_until_optimal` on one row, in place."""
     made = 0
     while made < limit:
         gain, leave, enter = best_swap(state, hessian, inside, outside)
