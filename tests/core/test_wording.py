@@ -2,7 +2,7 @@
 
 import pytest
 
-from iobs.core.wording import plural
+from iobs.core.formats import plural
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 layers"), (1, "1 layer"), (2000, "2,000 layers")])

@@ -24,17 +24,17 @@ from iobs.errors import (
     PatternError,
     ProblemError,
 )
+from iobs.pruning import structured
 from iobs.pruning.plan import widths
 from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structured import narrowing
-from iobs.pruning.structured import run as structured
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of
 from iobs.report import read_report
 from iobs.report.page import render_widths
-from iobs.solvers.grouped import search
+from iobs.solvers import grouped
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def few_proofs(monkeypatch):
     """Prove the best units of narrow layers alone, which tests of the solvers do for all: it took half of each run."""
-    monkeypatch.setattr(search, "_PROVABLE", 6)
+    monkeypatch.setattr(grouped, "_PROVABLE", 6)
 
 
 def network():
@@ -344,7 +344,7 @@ FAILURES = {  # from the first layer to the last measurement
     "layer": "callbacks.LoggingCallback.on_layer",
     "configure": "structure.config_widths.ConfigWidths.configure",
     "require": "structure.expected.Expected.require",
-    "seconds": "structured.run._seconds",
+    "seconds": "structured._seconds",
 }
 IN_THE_LONG_SET = {(network, "configure"), (llama, "layer"), (llama, "require"), (llama, "seconds")}
 

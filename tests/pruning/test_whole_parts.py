@@ -27,9 +27,8 @@ import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
 from iobs.pruning.recipe.recipe import STRUCTURED
 from iobs.pruning.store import Store
-from iobs.pruning.structured import parts
+from iobs.pruning.structured import parts, plan_structured
 from iobs.pruning.structured.parts import Blocks, Experts
-from iobs.pruning.structured.run import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 from iobs.report import read_report
 

@@ -39,7 +39,7 @@ from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.store import Store
-from iobs.pruning.structured.run import plan_structured, require_possible
+from iobs.pruning.structured import plan_structured, require_possible
 from iobs.pruning.structured_report import PlannedCost, StructuredReport, StructuredRequest, UnitsPlan
 from iobs.pruning.workspace import Request
 from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from iobs.errors import ProblemError, is_a, shown
 
@@ -149,3 +149,23 @@ def paths_without_folders(value: object) -> object:
     if isinstance(value, list | tuple):
         return [paths_without_folders(entry) for entry in value]
     return value
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: (1, "layer") -> "1 layer", (2000, "layer") -> "2,000 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def pandas_module() -> Any:
+    """Import pandas.
+
+    Raises:
+        ImportError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(
+            "A data frame needs pandas, which is not installed; run: pip install 'iobs[tables]'"
+        ) from error
+    return pandas

@@ -12,8 +12,8 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from iobs.core.formats import plural
 from iobs.core.modes import full_precision
-from iobs.core.wording import plural
 from iobs.data import ArraySource, PairSource, Source, TextSource, array_batches, token_windows
 from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel

@@ -32,20 +32,19 @@ from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import forecast
 from iobs.pruning.coverage import Coverage, Reason
 from iobs.pruning.decisions import candidates, decide_growth, decide_rates, decide_steps, scheduled
+from iobs.pruning.descent import Descent
 from iobs.pruning.descent.batches import in_steps
-from iobs.pruning.descent.descent import Descent
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.grids import is_rounded
 from iobs.pruning.layerwise.patterns import sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
-from iobs.pruning.layerwise.projection import Projection, too_few
-from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.layerwise.projection import TARGETS, Projection, too_few
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import update_batch_norm
 from iobs.pruning.network.selection import Census, Selection
 from iobs.pruning.plan.allocate import allocate
 from iobs.pruning.recipe import FineTune
-from iobs.pruning.reconstruction.reconstruction import Reconstruction
+from iobs.pruning.reconstruction import Reconstruction
 from iobs.pruning.report import (
     AllocationRecord,
     AuditRow,

@@ -39,7 +39,7 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.store import Store
-from iobs.pruning.structured.run import prune_structured, require_possible
+from iobs.pruning.structured import prune_structured, require_possible
 from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.workspace import Request, Workspace, checkpoint_of
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from iobs.core.files import expanded, replaced
-from iobs.core.formats import without_folders
-from iobs.core.wording import pandas_module, plural
+from iobs.core.formats import pandas_module, plural, without_folders
 from iobs.errors import OutputError
 from iobs.pruning.coverage import Coverage
 

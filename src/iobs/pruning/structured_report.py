@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from iobs.core.formats import plural
 from iobs.core.structured import Structured
-from iobs.core.wording import plural
 from iobs.errors import listed
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.report import JsonObject, Report

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from iobs.core.formats import percent, without_folders
-from iobs.core.wording import plural
+from iobs.core.formats import percent, plural, without_folders
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.structured_report import StructuredReport

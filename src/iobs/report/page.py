@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from iobs.core.formats import duration, percent, score, significant, size, without_folders
-from iobs.core.wording import plural
+from iobs.core.formats import duration, percent, plural, score, significant, size, without_folders
 from iobs.pruning.coverage import KINDS
 from iobs.pruning.report import WORTH, Report, Sample
 from iobs.pruning.structured_report import StructuredReport, WidthRecord

@@ -8,8 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from iobs.core.formats import best_name, duration, percent, score, significant, size
-from iobs.core.wording import plural
+from iobs.core.formats import best_name, duration, percent, plural, score, significant, size
 from iobs.pruning.report import COUNTS, AuditRow, LayerRecord, Report, RoundRecord
 from iobs.pruning.structured_report import StructuredReport
 

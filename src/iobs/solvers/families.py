@@ -12,11 +12,11 @@ from iobs.solvers.admm import ADMM
 from iobs.solvers.exact import Exact
 from iobs.solvers.gridded.baselines import GPTQ, JointSparseGPT, OBROrder, RoundToNearest
 from iobs.solvers.gridded.search import GridSearch
+from iobs.solvers.grouped import GroupSearch
 from iobs.solvers.grouped.exchange import Exchange
 from iobs.solvers.grouped.proof import GroupExact
 from iobs.solvers.grouped.removal import Osscar, Removal
 from iobs.solvers.grouped.scores import Flap, GivenScores, GroupMagnitude, GroupRefit, GroupWanda, RandomGroups
-from iobs.solvers.grouped.search import GroupSearch
 from iobs.solvers.lobs import LOBS
 from iobs.solvers.magnitude import Magnitude, Wanda
 from iobs.solvers.net_trim import NetTrim

@@ -11,7 +11,7 @@ from iobs.core import linalg
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.kernels.threads import over_rows
+from iobs.solvers.kernels import over_rows
 from iobs.solvers.protocols import require_whole
 from iobs.solvers.refit import scaled
 from iobs.solvers.swap import exchange_pairs

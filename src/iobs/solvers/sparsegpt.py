@@ -16,8 +16,8 @@ from iobs.core import linalg
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
+from iobs.solvers.kernels import over_rows
 from iobs.solvers.kernels.project import largest
-from iobs.solvers.kernels.threads import over_rows
 from iobs.solvers.protocols import require_whole
 
 _ACCURATE = 2048  # columns up to which H is factorised in float64: float32 changes masks of ill-conditioned layers

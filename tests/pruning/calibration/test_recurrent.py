@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import iobs
-from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.calibration.recurrent import matrix_inputs
+from iobs.pruning.calibration.hooks import captured_inputs, matrix_inputs
 from iobs.pruning.network.layers import find_layers
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]

@@ -12,7 +12,7 @@ from iobs.core.structured import Units
 from iobs.errors import IOBSError, ProblemError
 from iobs.pruning.descent.optimizers import OPTIMIZERS
 from iobs.pruning.descent.scoring import LOSSES
-from iobs.pruning.layerwise.targets import TARGETS
+from iobs.pruning.layerwise.projection import TARGETS
 from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, as_recipe
 from iobs.pruning.recipe.parts import LossName
 from iobs.pruning.recipe.recipe import TargetName

@@ -14,7 +14,7 @@ from iobs.pruning.descent.masters import Masters
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.reconstruction.reconstruction import growing
+from iobs.pruning.reconstruction import growing
 from iobs.pruning.store import Store
 
 SPARSE = Unstructured(0.5) & Grid(3, 8)

@@ -16,8 +16,7 @@ from iobs.pruning.calibration.losses import kl_to, mean_loss
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.reconstruction import fits
-from iobs.pruning.reconstruction.reconstruction import growing, next_start
+from iobs.pruning.reconstruction import fits, growing, next_start
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace

@@ -9,7 +9,7 @@ from small_runs import problem, prune
 
 import iobs
 from iobs.errors import OtherRunError
-from iobs.pruning.descent import descent
+from iobs.pruning import descent
 from iobs.pruning.plan.curves import CurveSweep
 from iobs.pruning.runtime import checkpoint
 

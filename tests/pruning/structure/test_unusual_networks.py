@@ -15,7 +15,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.store import Store
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.trace import shortened, traced_batches
-from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 
 ROWS = torch.linspace(-1, 1, 12 * 8).view(12, 8).sin()

@@ -29,7 +29,7 @@ from iobs.pruning.structure.config_widths import Field, built_shapes, shapes_of,
 from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Reader, Site, Slices
-from iobs.pruning.structured.run import plan_structured
+from iobs.pruning.structured import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.widths.knapsack import choices_of
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from iobs.core.wording import pandas_module
+from iobs.core.formats import pandas_module
 
 if TYPE_CHECKING:
     import pandas

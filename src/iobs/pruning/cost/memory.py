@@ -16,8 +16,8 @@ from iobs.pruning.calibration.losses import PIECE, WHOLE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
 from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.cost.work import run_samples, solver_cost
+from iobs.pruning.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.descent.batches import in_steps
-from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.network.layers import Layer

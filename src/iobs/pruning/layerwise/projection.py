@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from iobs.core.formats import plural
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Solution
-from iobs.core.wording import plural
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Energies, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
+from iobs.pruning.descent.scoring import Scoring
 from iobs.pruning.layerwise.grids import stored_weight
 from iobs.pruning.layerwise.patterns import share_of, sparsity_of
 from iobs.pruning.layerwise.problem import (
@@ -36,7 +37,6 @@ from iobs.pruning.layerwise.problem import (
     solve_layer,
     solve_together,
 )
-from iobs.pruning.layerwise.targets import TARGETS, Target
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.report import LayerRecord, RoundRecord, layer_record
@@ -374,3 +374,42 @@ def too_few(layers: Sequence[LayerRecord], samples: int) -> str:
         f"{plural(math.ceil(factor * samples), 'sample')} in place of {samples:,} would give {_ENOUGH} inputs for each "
         "column."
     )
+
+
+# ---- targets: the output that every layer should match, by the value of the recipe's field `target`
+@dataclass(frozen=True)
+class Target:
+    """The output T D that a layer V X should match: ||V X - T D||^2.
+
+    With a drift E of the residual the layer should match T D + E.
+
+    Attributes:
+        teacher: (scoring, dense) -> the model whose layer inputs are D; None: D = X, the layer's own input. `dense`
+            is True if the model still has its dense weights.
+        dense: True if T and its bias are those of the dense model, otherwise the current ones of the layer.
+        drift: True if E is the drift of the residual, otherwise E = 0.
+    """
+
+    teacher: Callable[[Scoring, bool], nn.Module | None]
+    dense: bool = False
+    drift: bool = False
+
+    def weights(self, store: Store, layer: Layer) -> Tensor | None:
+        """T, (rows, columns); None: the layer's current weights."""
+        return store.dense(layer) if self.dense else None
+
+    def biases(self, store: Store, name: str) -> Tensor | None:
+        """The bias that belongs to T, by parameter name, (rows,); None: the current bias."""
+        return store.dense_tensor(name) if self.dense else None
+
+
+TARGETS: dict[str, Target] = {
+    # The layer's current weights on its own input, as in the paper.
+    "layer": Target(lambda scoring, dense: None),
+    # The dense model's output on inputs that have not drifted.
+    "dense": Target(lambda scoring, dense: scoring.reference, dense=True),
+    # The same; a layer that adds to a residual matches the dense model's sum.
+    "residual": Target(lambda scoring, dense: scoring.reference, dense=True, drift=True),
+    # The output of the model at the start of the round: the dense one at first, the fine-tuned one later.
+    "model": Target(lambda scoring, dense: scoring.reference if dense else scoring.current_copy()),
+}

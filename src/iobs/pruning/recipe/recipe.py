@@ -30,7 +30,7 @@ from iobs.solvers.admm import ADMM
 from iobs.solvers.families import GRID_SOLVERS, UNIT_SOLVERS
 from iobs.solvers.magnitude import Magnitude
 
-TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.targets.TARGETS` defines each
+TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.projection.TARGETS` defines each
 
 
 class Changes(TypedDict, total=False):

@@ -12,8 +12,8 @@ from iobs.core.patterns import Pattern
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
+from iobs.pruning.descent import STEPS_BETWEEN_SAVES, Descent, StepCheckpoint
 from iobs.pruning.descent.batches import shuffled_positions
-from iobs.pruning.descent.descent import STEPS_BETWEEN_SAVES, Descent, StepCheckpoint
 from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, Window
 from iobs.pruning.descent.masters import Masters
 from iobs.pruning.descent.rates import RateTrials, block_trials, network_trials

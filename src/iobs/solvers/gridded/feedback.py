@@ -17,7 +17,7 @@ from iobs.core import linalg
 from iobs.core.quadratic import Quadratic
 from iobs.errors import NotPositiveDefiniteError
 from iobs.solvers.gridded.lattice import rounded
-from iobs.solvers.kernels.threads import over_rows
+from iobs.solvers.kernels import over_rows
 
 _BATCH = 1 << 24  # entries of a batch of factors of supports
 # Sum over rows of (kept entries)^3 up to which each row gets feedback through its own support.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from iobs.solvers.kernels.threads import over_rows
+from iobs.solvers.kernels import over_rows
 
 if TYPE_CHECKING:
     from iobs.solvers.kernels.descend_numba import GridArrays

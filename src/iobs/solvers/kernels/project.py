@@ -19,7 +19,7 @@ from torch import Tensor
 
 from iobs.core.masks import is_spanning, top_mask_of
 from iobs.core.partition import Partition
-from iobs.solvers.kernels.threads import over_rows
+from iobs.solvers.kernels import over_rows
 
 
 def project(
