@@ -198,8 +198,6 @@ def test_impossible_grids_are_refused():
             iobs.Grid(bits)
     with pytest.raises(PatternError, match="group"):
         iobs.Grid(4, 0)
-    with pytest.raises(PatternError, match="symmetric"):
-        iobs.Grid(4, symmetric=False)
     with pytest.raises(PatternError, match="combines"):
         iobs.Groups(2, 1) & iobs.Grid(4)
     with pytest.raises(PatternError, match="dense weights"):

@@ -119,13 +119,13 @@ class NM:
 class Grid:
     """Weights on a symmetric grid: whole multiples of a scale, from -(2^(bits-1) - 1) to 2^(bits-1) - 1 times it.
 
-    Each row has one scale for every `group` neighbouring columns. Zero lies on the grid. `pattern & grid` keeps as many
-    entries as the pattern and puts their values on the grid: `Unstructured(0.5) & Grid(4)`, in either order.
+    Each row has one scale for every `group` neighbouring columns. Zero lies on the grid, so it has no offset.
+    `pattern & grid` keeps as many entries as the pattern and puts their values on the grid: `Unstructured(0.5) &
+    Grid(4)`, in either order.
 
     Args:
         bits: of each value, 2 to 8.
         group: neighbouring columns that share a scale; the last group may be shorter.
-        symmetric: only True; grids with an offset do not contain zero.
 
     Raises:
         PatternError: an argument is impossible.
@@ -133,15 +133,12 @@ class Grid:
 
     bits: int = 4
     group: int = 128
-    symmetric: bool = True
 
     def __post_init__(self) -> None:
         if not is_a(Integral, self.bits) or not 2 <= self.bits <= 8:
             raise PatternError(f"A grid has 2 to 8 bits, got {self.bits!r}.")
         if not is_a(Integral, self.group) or self.group < 1:
             raise PatternError(f"group must be a whole number of at least 1, got {self.group!r}; 128 is usual.")
-        if self.symmetric is not True:
-            raise PatternError("Only symmetric grids are supported, because zero must lie on the grid.")
 
     @property
     def levels(self) -> int:
