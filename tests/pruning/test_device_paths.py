@@ -10,7 +10,7 @@ from simulated_gpu import GPU, OnGpu, on_gpu
 import iobs
 from iobs.evaluate.scores import accuracy, perplexity
 from iobs.models.streamed import StreamedModel, StreamedStore
-from iobs.pruning.blockwise import store as blockwise_store
+from iobs.pruning import blockwise
 from iobs.pruning.descent import gradients
 from iobs.pruning.recipe import BlockFit
 from iobs.pruning.reconstruction import fits
@@ -180,8 +180,8 @@ def test_streams_are_placed_with_held_out_samples_and_beside_those_of_other_rank
         assert store._storage.place == place
     where = plans[0], plans[0].model_bytes
     room = store._room(*where)
-    monkeypatch.setattr(blockwise_store, "current", lambda: Ranks(0, 4))
-    monkeypatch.setattr(blockwise_store, "available", lambda: 4000)
+    monkeypatch.setattr(blockwise, "current", lambda: Ranks(0, 4))
+    monkeypatch.setattr(blockwise, "available", lambda: 4000)
     shared = store._room(*where)
     assert shared["memory"] == 1000
     assert shared["disk"] < room["disk"] / 3

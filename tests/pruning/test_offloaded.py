@@ -20,8 +20,8 @@ import iobs
 from iobs.cli import app, running
 from iobs.cli.by_blocks import StreamPlace, run_where_it_fits
 from iobs.errors import ModelError, OutputError, ProblemError
+from iobs.pruning import blockwise
 from iobs.pruning.blockwise import offloaded as offloaded_store
-from iobs.pruning.blockwise import store as blockwise_store
 from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.recipe import BlockFit
@@ -220,7 +220,7 @@ def test_files_of_an_offloaded_run_lie_in_its_folder(tmp_path, monkeypatch):
         folders.append(folder)
         return Storage(place, device, folder)
 
-    monkeypatch.setattr(blockwise_store, "Storage", storage)
+    monkeypatch.setattr(blockwise, "Storage", storage)
     iobs.prune(OffloadedStore(model, "cpu", folder=tmp_path), data, 0.5, **MAGNITUDE)
     assert [folder.parent for folder in folders[1:]] == [tmp_path]  # the first is of the store before its run
     assert not [*tmp_path.iterdir()]

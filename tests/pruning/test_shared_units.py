@@ -14,7 +14,7 @@ from iobs.core.quadratic import Quadratic
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import SitesOfLayers
-from iobs.pruning.widths.readers import Part, ReaderProblem, joint_quadratic
+from iobs.pruning.widths.readers import ReaderProblem, ReaderShare, joint_quadratic
 
 
 def block(inputs, outputs):
@@ -98,7 +98,7 @@ def test_joint_choice_is_the_best_for_the_sum_of_all_readers(keep, seed):
     columns = tuple((unit,) for unit in range(7)), tuple((2 * unit, 2 * unit + 1) for unit in range(7))
     present = torch.ones(9, dtype=torch.bool)
     present[8] = False  # a column that another site lost
-    parts = Part(first, columns[0], present), Part(second, columns[1], torch.ones(14, dtype=torch.bool))
+    parts = ReaderShare(first, columns[0], present), ReaderShare(second, columns[1], torch.ones(14, dtype=torch.bool))
     problem, labels = joint_quadratic(parts)
     found = iobs.solve(problem, iobs.Groups(tuple(labels.tolist()), keep=keep), "exact")
     chosen = {int(label) for label in labels[found.mask.any(0)]}

@@ -29,9 +29,9 @@ from iobs.models import LoadedModel
 from iobs.models.factory import is_built_by_code
 from iobs.models.skeleton import shapes_of, without_weights
 from iobs.models.streamed import StreamedModel, StreamedStore
+from iobs.pruning.blockwise import fits, require_streamable, resident_bytes
 from iobs.pruning.blockwise.offloaded import OffloadedStore
 from iobs.pruning.blockwise.storage import parse_place
-from iobs.pruning.blockwise.store import fits, require_streamable, resident_bytes
 from iobs.pruning.cost.machines import GPUS, need
 from iobs.pruning.cost.memory import Plan
 from iobs.pruning.cost.work import warning_of_days

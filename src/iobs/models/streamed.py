@@ -28,8 +28,8 @@ from iobs.models.sixteen_bits import WideLinear, native
 from iobs.models.skeleton import blocks_of, skeleton
 from iobs.models.weights import ShardWriter
 from iobs.pruning.audit import audit, audit_layers, require_promised
+from iobs.pruning.blockwise import BlockwiseStore, ModelSizes
 from iobs.pruning.blockwise.storage import Place, require_place
-from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import with_formats
 from iobs.pruning.calibration.replay import StopForward, replaced_blocks

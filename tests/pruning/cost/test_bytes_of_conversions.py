@@ -7,7 +7,7 @@ from tensor_bytes import TensorBytes
 
 from iobs.models.directory import Directory
 from iobs.models.streamed import BlockWriter, StreamedModel, StreamedStore
-from iobs.pruning.blockwise import store as blockwise_store
+from iobs.pruning import blockwise
 from iobs.pruning.cost.memory import peaks
 from iobs.pruning.recipe import Recipe
 
@@ -25,7 +25,7 @@ def folder(tmp_path):
 def test_plan_foretells_the_bytes_of_conversions(arithmetic, folder, tmp_path, monkeypatch):
     streamed = StreamedModel.open(folder, arithmetic=arithmetic)
     block, directory, given = streamed.blocks[0], streamed.directory, []
-    monkeypatch.setattr(blockwise_store, "peaks", lambda sizes, *rest: given.append(sizes) or peaks(sizes, *rest))
+    monkeypatch.setattr(blockwise, "peaks", lambda sizes, *rest: given.append(sizes) or peaks(sizes, *rest))
     store = StreamedStore(streamed, tmp_path / "out")
     store.plan(families.request_of(store), families.language_batches(), timed=False)
 

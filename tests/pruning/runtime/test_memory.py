@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import iobs
 from iobs.core.memory import available
 from iobs.core.steps import _memory
-from iobs.pruning.blockwise import store as blockwise_store
+from iobs.pruning import blockwise
 from iobs.pruning.runtime import memory
 from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, left, mapped_bytes, reusing_memory
 
@@ -145,8 +145,8 @@ def test_blocks_that_torch_keeps_for_later_are_left(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert left(gpu) == 17
     for needed in (14, 15):  # what tensors take now is not free for a model
-        monkeypatch.setattr(blockwise_store, "resident_bytes", lambda *_, needed=needed: needed)
-        assert blockwise_store.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)
+        monkeypatch.setattr(blockwise, "resident_bytes", lambda *_, needed=needed: needed)
+        assert blockwise.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)
 
 
 def test_progress_shows_the_memory_of_the_gpu_that_is_used(monkeypatch):

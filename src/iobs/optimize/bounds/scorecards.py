@@ -107,7 +107,7 @@ class RiskModel:
 
 
 @dataclass(order=True)
-class _Node:
+class _Box:
     """Bounds low <= w <= high, and a lower bound on f within them."""
 
     bound: float
@@ -179,7 +179,7 @@ def search_points(
         A lower bound on f over cards of the support that are not in `best`, and the number of nodes.
     """
     numbers, nodes, dropped = itertools.count(), 0, math.inf
-    left = [_Node(-math.inf, next(numbers), low, high)]
+    left = [_Box(-math.inf, next(numbers), low, high)]
     while left and left[0].bound <= best.limit:
         if nodes and time.perf_counter() > deadline:
             return min(dropped, left[0].bound), nodes
@@ -202,7 +202,7 @@ def search_points(
         chosen = int(np.argmax(distance))
         cut = int(min(math.floor(shares[chosen]), node.high[chosen] - 1))
         for lower, upper in ((node.low[chosen], cut), (cut + 1, node.high[chosen])):
-            child = _Node(bound, next(numbers), node.low.copy(), node.high.copy())
+            child = _Box(bound, next(numbers), node.low.copy(), node.high.copy())
             child.low[chosen], child.high[chosen] = lower, upper
             heapq.heappush(left, child)
     return min([dropped, *(node.bound for node in left[:1])]), nodes

@@ -17,8 +17,8 @@ from iobs.core.files import expanded
 from iobs.core.memory import available
 from iobs.core.patterns import Pattern
 from iobs.errors import ModelError, OutputError, ProblemError, first_line
+from iobs.pruning.blockwise import BlockwiseStore, ModelSizes
 from iobs.pruning.blockwise.storage import Place, require_place
-from iobs.pruning.blockwise.store import BlockwiseStore, ModelSizes
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream

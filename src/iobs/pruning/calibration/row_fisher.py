@@ -233,7 +233,7 @@ class _Squares:
         Returns:
             The gradients of the inputs.
         """
-        calls: list[_Call] = []
+        calls: list[_RecordedCall] = []
         by_path = {layer.path: layer for layer in layers if layer in self.outputs and layer.path not in self.embeddings}
         looked_up = {path: layer for path, layer in self.embeddings.items() if layer in layers}
         by_weight = [layer for layer in layers if layer in self.products]
@@ -300,7 +300,7 @@ class _Squares:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RecordedCall:
     """One call of a module: its path, its first argument, and its output, a tensor that asks for a gradient."""
 
     path: str
@@ -344,7 +344,7 @@ class _LookupSums:
         values = unpadded(indices[..., None], attended)
         self.counts.add_(torch.bincount(values.flatten().cpu(), minlength=len(self.counts)))
 
-    def add(self, call: _Call, gradient: Tensor, table: Tensor) -> None:
+    def add(self, call: _RecordedCall, gradient: Tensor, table: Tensor) -> None:
         """Add the gradients at the output of an embedding, (..., features), for its indices (...).
 
         An embedding may multiply its rows by a number.
@@ -530,7 +530,7 @@ def _asking_for_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(model: nn.Module, paths: set[str], calls: list[_Call]) -> Iterator[None]:
+def _recorded(model: nn.Module, paths: set[str], calls: list[_RecordedCall]) -> Iterator[None]:
     """Append the calls of modules in forward passes, with outputs that ask for gradients."""
 
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
@@ -540,7 +540,7 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[_Call]) -> Iterator
             return output
         if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
             output = output.detach().requires_grad_()
-        calls.append(_Call(path, first_argument(args, kwargs), output))
+        calls.append(_RecordedCall(path, first_argument(args, kwargs), output))
         return output.clone()  # later operations may change it in place
 
     with after_calls(model, paths, record):

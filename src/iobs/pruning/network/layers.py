@@ -26,7 +26,7 @@ _GATES = {4: "ifgo", 3: "rzn", 1: ""}  # names of the gates, by their number: LS
 
 
 @dataclass(frozen=True)
-class Part:
+class RowBlock:
     """One of `count` equal blocks of consecutive rows of a parameter, such as the queries or a gate."""
 
     name: str
@@ -64,7 +64,7 @@ class View:
         return stored.view(-1).as_strided(sizes, strides, stored.storage_offset() + self.offset)
 
 
-PROJECTIONS = tuple(Part(name, index, 3) for index, name in enumerate("qkv"))  # of nn.MultiheadAttention
+PROJECTIONS = tuple(RowBlock(name, index, 3) for index, name in enumerate("qkv"))  # of nn.MultiheadAttention
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Layer:
     shape: tuple[int, int]
     parameter: str = "weight"
     expert: int | None = None
-    part: Part | None = None
+    part: RowBlock | None = None
     groups: int = 1
     kernel: int = 1
     transposed: bool = False
@@ -346,7 +346,7 @@ def _gates_of(path: str, module: nn.RNNBase | nn.RNNCellBase) -> list[Layer]:
             layers.append(Layer(path, (weight.shape[0], weight.shape[1]), name))
         if name.startswith(("weight_ih", "weight_hh")) and holds_weights(weight):
             gates, shape = _GATES[weight.shape[0] // module.hidden_size], (module.hidden_size, weight.shape[1])
-            parts = [Part(gate, index, len(gates)) for index, gate in enumerate(gates)]
+            parts = [RowBlock(gate, index, len(gates)) for index, gate in enumerate(gates)]
             layers += [Layer(path, shape, name, part=part) for part in parts]
             layers += [] if parts else [Layer(path, shape, name)]
     return layers

@@ -29,8 +29,8 @@ from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.knapsack import WidthChoice, choices_of, chosen_widths, possible_widths, require_reachable
 from iobs.pruning.widths.latency import NAMES, Latency, measure, narrowed, shares_of
 from iobs.pruning.widths.readers import (
-    Part,
     ReaderProblem,
+    ReaderShare,
     SiteCurve,
     damage,
     joint_quadratic,
@@ -315,11 +315,11 @@ class Curves:
                 )
                 yield layer
 
-    def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[Part, ...]:
+    def parts(self, site: Site, removed: Mapping[str, Iterable[int]]) -> tuple[ReaderShare, ...]:
         """The readers of a site, after the removal of units of other sites."""
         sites = self.workspace.request.sites
         return tuple(
-            Part(self.readers[layer], sites.columns(site, layer), sites.mask(layer, removed))
+            ReaderShare(self.readers[layer], sites.columns(site, layer), sites.mask(layer, removed))
             for layer in sites.readers(site)
         )
 
@@ -353,7 +353,7 @@ class Curves:
     def _loss(self) -> LossFunction:
         return softened(temperature_of(self._answers))
 
-    def _damage(self, site: Site, parts: tuple[Part, ...], gone: list[int]) -> float:
+    def _damage(self, site: Site, parts: tuple[ReaderShare, ...], gone: list[int]) -> float:
         """Softened divergence from the dense model to that without some units of a site, whose readers are refitted."""
         model, sites = self.workspace.store.model, self.workspace.request.sites
         weights, biases = dict[Layer, Tensor](), dict[str, Tensor]()

@@ -66,7 +66,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Product:
+class LayerProduct:
     """One weight matrix and the number of inputs that it multiplies for one sample.
 
     Attributes:
@@ -100,7 +100,7 @@ class Products:
         by_position: True: multiplications for one sample; False: entries.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[LayerProduct, ...]
     by_position: bool = True
 
     @property
@@ -143,7 +143,7 @@ class Products:
                 key = joined(layer.path, layer.parameter)
                 products.append(_product(layer.name, key, weight, axis, used / samples, shares, False))
             else:
-                products.append(Product(layer.name, used / samples, *map(Side, layer.shape)))
+                products.append(LayerProduct(layer.name, used / samples, *map(Side, layer.shape)))
         return cls(tuple(products))
 
 
@@ -173,12 +173,12 @@ def _product(
     positions: float,
     shares: Mapping[tuple[str, int], Sequence[Share]],
     within: bool,
-) -> Product:
+) -> LayerProduct:
     """The product with a whole weight, whose rows lie along `axis`; `within` if its columns belong to no unit."""
     kernel = weight[0, 0].numel()
     row = Side(weight.shape[axis], tuple(shares.get((key, axis), ())))
     columns = () if within else _times(shares.get((key, 1 - axis), ()), kernel)
-    return Product(path, positions, row, Side(weight.shape[1 - axis] * kernel, columns))
+    return LayerProduct(path, positions, row, Side(weight.shape[1 - axis] * kernel, columns))
 
 
 def _row_axis(layer: Layer) -> int:

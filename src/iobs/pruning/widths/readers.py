@@ -101,7 +101,7 @@ class ReaderProblem:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReaderShare:
     """The share of one reader in a joint quadratic.
 
     Attributes:
@@ -154,7 +154,7 @@ def _definite(gram: Tensor, damping: float) -> Tensor:
     return damped
 
 
-def joint_quadratic(parts: Sequence[Part]) -> tuple[Quadratic, Tensor]:
+def joint_quadratic(parts: Sequence[ReaderShare]) -> tuple[Quadratic, Tensor]:
     """The joint quadratic of all readers of a site, and the unit of each of its columns, int64.
 
     Raises:
@@ -175,7 +175,7 @@ def _diagonal(blocks: Sequence[Tensor]) -> Tensor:
     return matrix
 
 
-def _of_units(part: Part) -> tuple[Tensor, Tensor]:
+def _of_units(part: ReaderShare) -> tuple[Tensor, Tensor]:
     """H and B of the columns of units, after the elimination of the other columns that are present."""
     problem = part.reader.problem
     units = torch.tensor([column for columns in part.columns for column in columns])
