@@ -28,8 +28,7 @@ def check_output(directory: Path, needed_bytes: int = 0, replaceable: Collection
         UnusableOutputError: the directory is not empty, it or its parent cannot be written, or the disk is too full.
     """
     require_empty(directory, replaceable)
-    target = absolute(directory)
-    place = target if target.is_dir() else _existing_parent(target)
+    place = existing(directory)
     if not os.access(place, os.W_OK | os.X_OK):
         raise UnusableOutputError(f"{place} cannot be written; choose another output directory.")
     free = shutil.disk_usage(place).free
@@ -100,6 +99,12 @@ def absolute(directory: Path) -> Path:
     return Path(os.path.realpath(expanded(directory)))
 
 
+def existing(folder: str | Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
+    path = absolute(Path(folder))
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def require_empty(directory: Path, replaceable: Collection[str]) -> None:
     """Raise unless a directory holds nothing but replaceable names and abandoned temporary directories.
 
@@ -133,10 +138,3 @@ def _contents(directory: Path) -> list[str]:
     if os.path.ismount(target):  # Path.is_mount is missing on Windows before Python 3.12
         names = [name for name in names if name != "lost+found"]  # part of every new ext file system
     return names
-
-
-def _existing_parent(directory: Path) -> Path:
-    for parent in directory.absolute().parents:
-        if parent.exists():
-            return parent
-    return Path("/")

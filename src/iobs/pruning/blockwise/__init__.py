@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.memory import available
+from iobs.core.outputs import existing
 from iobs.errors import ProblemError
 from iobs.pruning.blockwise.storage import Place, Storage, choose_place, parse_place
 from iobs.pruning.calibration.blocks import Block
@@ -39,7 +40,6 @@ from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import free_on, left
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples.batches import Batch, size
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store

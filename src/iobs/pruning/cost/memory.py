@@ -10,6 +10,7 @@ import torch
 
 from iobs.core.files import expanded
 from iobs.core.memory import resident
+from iobs.core.outputs import existing
 from iobs.core.patterns import Budget, Pattern, Rate, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
@@ -27,7 +28,6 @@ from iobs.pruning.plan.curves import CURVE_TOKENS
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import mapped_bytes
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.runtime.scratch import existing
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import AT_ONCE, Batch
 from iobs.pruning.samples.subsets import Samples, split

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from iobs.core.files import expanded
-from iobs.core.outputs import PARTIAL, is_partial
+from iobs.core.outputs import PARTIAL, existing, is_partial
 from iobs.errors import OutputError
 
 if sys.platform != "win32":
@@ -94,12 +93,6 @@ def require_free(place: Path, needed_bytes: int) -> None:
             f"Temporary files need about {ceil(needed_bytes / 1e6)} MB, and {place} has {floor(free / 1e6)} MB left; "
             "free some space there, or work on another disk."
         )
-
-
-def existing(folder: str | Path) -> Path:
-    """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
-    path = Path(os.path.realpath(expanded(folder)))
-    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def remove_abandoned(place: Path, name: str) -> None:
