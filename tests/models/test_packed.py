@@ -4,8 +4,10 @@ import copy
 import json
 import shutil
 import tempfile
+import zlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from menagerie import two_sparse_layers
@@ -20,10 +22,47 @@ from iobs.core.integers import Integers
 from iobs.errors import ModelError, NonFiniteError, OutputError, ProblemError
 from iobs.models.packed import packed_share
 from iobs.models.packed_files import PackedFile, pack, unpack, unpacked_bytes
+from iobs.models.packed_tensors import pack_tensor, parts_of, unpack_tensor
 
 
 def same_bits(a, b):
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("zeros", "dtype", "bits"),
+    [
+        ("", torch.bfloat16, 10.8),
+        ("50%", torch.bfloat16, 6.5),
+        ("2:4", torch.bfloat16, 6.1),
+        ("90%", torch.float32, 3.3),
+    ],
+    ids=str,
+)
+def test_exponents_and_masks_take_the_bits_that_they_need(zeros, dtype, bits):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(512, 512, generator=generator).mul_(0.02)
+    if zeros == "2:4":
+        groups = weight.reshape(-1, 4)
+        groups.scatter_(1, groups.abs().topk(2, dim=1, largest=False).indices, 0.0)
+    elif zeros:
+        weight[torch.rand(512, 512, generator=generator) < int(zeros[:-1]) / 100] = 0
+    data = pack_tensor(weight.to(dtype))
+    assert 8 * len(data) < bits * weight.numel()
+    assert same_bits(unpack_tensor(data, "weight"), weight.to(dtype))
+    assert sum(parts_of(data, "weight").values()) == len(data)
+
+
+def test_masks_of_the_first_version_are_read():
+    weight = torch.randn(6, 7).relu()
+    words = weight.flatten().view(torch.int32)
+    mask = words != 0
+    body = np.packbits(mask.numpy(), bitorder="little").tobytes() + words[mask].numpy().tobytes()
+    whole = bytearray(pack_tensor(weight)[:19] + body)
+    whole[8] = 2  # the form
+    data = bytes(whole) + zlib.crc32(whole).to_bytes(4, "little")
+    assert same_bits(unpack_tensor(data, "weight"), weight)
+    assert sum(parts_of(data, "weight").values()) == len(data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

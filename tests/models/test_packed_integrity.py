@@ -35,7 +35,7 @@ def signed(data):
 
 
 def changed(place, value):
-    """The packed tensor of `half_zero` with some bytes from a place on replaced; its head has 19 bytes."""
+    """The packed tensor of `half_zero` with some bytes from a place on replaced; its mask begins at byte 28."""
 
     def change(tensors):
         data = bytearray(tensors["weight"].numpy().tobytes())
@@ -56,8 +56,11 @@ def flip(tensors):
 CHANGES = {
     "a bit flipped": flip,
     "cut": cut,
-    "a bit of the mask set": changed(19, b"\x01"),
-    "a bit of the mask cleared": changed(20, b"\0"),
+    "a bit of the mask set": changed(28, b"\xff"),
+    "a bit of the mask cleared": changed(29, b"\0"),
+    "no mask": changed(19, b"\0"),
+    "another size of the code": changed(20, b"\x05"),
+    "a huge code": changed(20, b"\xff" * 8),
     "another shape": changed(11, struct.pack("<2I", 16, 8)),
     "a huge shape": changed(11, struct.pack("<2I", 2**31, 2**31)),
     "another dtype": changed(9, b"\x02"),

@@ -28,8 +28,8 @@ def pack(
 ) -> None:
     """Store a pruned model in fewer bytes: losslessly, or with --precision ready to run.
 
-    Integers of --pattern rate:3 are stored as their code, weights on a grid as multiples and scales, others with zeros
-    as bit masks and nonzero values. transformers loads the directory after "import iobs".
+    Integers of --pattern rate:3 are stored as their code, weights on a grid as multiples and scales, others as a mask
+    and values with short exponents. transformers loads the directory after "import iobs".
 
     Args:
         directory: A directory that iobs prune wrote.

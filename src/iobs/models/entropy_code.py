@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from iobs.core.integers import Classes, Integers, raw_bits
+from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, states_of
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
@@ -40,8 +40,6 @@ _UNITS_OF_LENGTH = 8
 _BITS_OF_LENGTH = 7  # of such a byte, compressed
 _CHANGES = ((0, 1), (0, -1), (1, 0), (-1, 0), (-1, 1), (1, -1))
 _NODES, _SHARES = np.polynomial.hermite_e.hermegauss(7)
-_STATE_ENTRIES = 4096  # entries of a matrix for each state
-_MOST_STATES = 32
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def encode(integers: Integers) -> bytes:
     numbers = np.unique(table)
     fitted = [_fitted(int(number), codes[table == number]) for number in numbers]
     tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
-    states = min(_MOST_STATES, -(-codes.size // _STATE_ENTRIES))
+    states = states_of(codes.size)
     scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
     numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
     described = zlib.compress(numbers_of + tables.described(), 9)
@@ -164,7 +162,7 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
         tables = Tables.read(described[rows + columns :])
     except (struct.error, zlib.error, ValueError, IndexError) as error:
         raise damaged from error
-    if not 1 <= states <= _MOST_STATES or count < 2 * states:
+    if not 1 <= states <= MOST_STATES or count < 2 * states:
         raise damaged
     if zlib.crc32(tables.starts.tobytes()) != of_tables:
         raise ModelError(f"This processor makes other tables for the code of {name} than the one that wrote the file.")

@@ -33,7 +33,7 @@ from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_en
 from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"  # of files that are ready to run
-_VERSION = 1
+_VERSION, _READABLE = 2, (1, 2)  # version 1 has no code of exponents
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _HALVES = (torch.bfloat16, torch.float16)
 _CONFIG, _QUANTIZATION = "config.json", "quantization_config"
@@ -69,14 +69,14 @@ class PackedFile:
         try:
             stated = json.loads(self.metadata.pop(PACKED))
             version = stated["version"]
-            if version == _VERSION:
+            if version in _READABLE:
                 self._sums = {str(name): int(value) for name, value in stated["sums"].items()}
                 dtypes = {str(name): _DTYPES[value] for name, value in stated["dtypes"].items()}
         except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote."
             ) from error
-        if version != _VERSION:
+        if version not in _READABLE:
             raise ModelError(f"{self.file} is a packed file of version {version}; install the iobs that wrote it.")
         if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:
             raise ModelError(f"{self.file} is damaged ({lost[0]!r} is not there); copy or pack it again.")

@@ -1,4 +1,4 @@
-"""A packed tensor: bytes that stand for a tensor without loss, in the shortest of three forms.
+"""A packed tensor: bytes that stand for a tensor without loss, in the shortest of its forms.
 
     head     mark (8 bytes); form, dtype and number of dimensions as uint8; the shape as uint32
     body     by form
@@ -7,9 +7,14 @@
 Bodies, all numbers little-endian:
 
     integers   the entropy codes of the matrices of a tensor (`entropy_code`), of weights that are integers times steps
-    grid       layout, bits, dtypes of products and of scales, and whether there is a mask, as uint8; group and bytes of
+    grid       layout, bits, dtypes of products and of scales, and the form of the mask, as uint8; group and bytes of
                scales as uint32; scales of 16 bits, compressed by zlib; the mask; the entropy code of their multiples
-    mask       a bit for each entry that is not +0.0, and those entries
+    values     the form of the mask, as uint8; bytes of the code of exponents, as uint64; the mask; the code of the
+               exponents of the entries that have a bit, or of all without a mask; their other bits
+    mask       of files of version 1: the mask as bits, and the entries that have a bit
+
+A mask has a bit for each entry that is not +0.0. Forms: 0 none; 1 these bits; 2 their bytes by a Huffman code, behind
+their number as uint64. So a mask of 2:4 takes .65 bits an entry, and one of 90 % zeros .47.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from iobs.core import exponents
+from iobs.core.exponents import words_of
 from iobs.core.grids import codes_and_scales, over_columns
 from iobs.core.integers import Integers, looks_coded, matrices_of
 from iobs.core.patterns import Grid
@@ -32,11 +39,12 @@ from iobs.models.weights import DTYPES, Entry
 
 MARK = b"\x8fiobs\r\n\x01"
 MOST_HEAD = 64  # bytes that hold every head
-_INTEGERS, _GRID, _MASK = range(3)
-_HEAD, _GRID_HEAD, _SUM = struct.Struct("<8s3B"), struct.Struct("<5B2I"), struct.Struct("<I")
+_INTEGERS, _GRID, _MASK, _VALUES = range(4)
+_NO_MASK, _BITS, _CODED = range(3)  # forms of masks
+_HEAD, _SUM = struct.Struct("<8s3B"), struct.Struct("<I")
+_GRID_HEAD, _VALUES_HEAD, _SIZE = struct.Struct("<5B2I"), struct.Struct("<BQ"), struct.Struct("<Q")
 _MOST_DIMENSIONS = (MOST_HEAD - _HEAD.size) // 4
 _DTYPES = [*DTYPES.values()]  # their places are the numbers in files: new ones go to the end
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GROUPS = (256, 128, 64, 32, 16)  # of columns with one scale that are looked for, beside whole rows
 _TRIED_ROWS = 64  # of all, before the whole matrix
 _FEW_ROWS = 4  # in which magnitudes are counted
@@ -49,14 +57,12 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
     """The bytes of a tensor; None if no form is shorter than the tensor."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.ndim > _MOST_DIMENSIONS:
         return None
-    mask = _words(tensor) != 0
-    kept = int(mask.sum())
-    most = min(tensor.nbytes, len(mask) // 8 + kept * tensor.element_size())
-    wide = kept and tensor.element_size() > 1  # torch cannot say the signs of floats of 8 bits
+    wide = tensor.element_size() > 1 and bool(tensor.any())  # torch cannot say the signs of floats of 8 bits
     encoded = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
-    if encoded is None or len(encoded[1]) > most:
-        values = _words(tensor)[mask].numpy().tobytes()
-        encoded = _MASK, np.packbits(mask.numpy(), bitorder="little").tobytes() + values
+    if encoded is None or len(encoded[1]) > tensor.numel():  # values take a byte and more, unless there are many zeros
+        values = _values_body(tensor)
+        if encoded is None or len(values) < len(encoded[1]):
+            encoded = _VALUES, values
     form, body = encoded
     head = _HEAD.pack(MARK, form, _DTYPES.index(tensor.dtype), tensor.ndim)
     whole = head + struct.pack(f"<{tensor.ndim}I", *tensor.shape) + body
@@ -71,7 +77,7 @@ def is_packed_tensor(tensor: Tensor) -> bool:
 
 def has_codes(data: bytes) -> bool:
     """True if the bytes of a tensor are integers or on a grid."""
-    return data[len(MARK)] != _MASK
+    return data[len(MARK)] in (_INTEGERS, _GRID)
 
 
 def unpack_tensor(data: bytes, name: str) -> Tensor:
@@ -86,7 +92,8 @@ def unpack_tensor(data: bytes, name: str) -> Tensor:
     """
     entry, form, body = _opened(data, name)
     try:
-        tensor = {_INTEGERS: _of_integers, _GRID: _of_grid, _MASK: _of_mask}[form](body, name, entry)
+        read = {_INTEGERS: _of_integers, _GRID: _of_grid, _MASK: _of_mask, _VALUES: _of_values}[form]
+        tensor = read(body, name, entry)
         return tensor.reshape(entry.shape)
     except (KeyError, ValueError, RuntimeError, struct.error, zlib.error, IndexError) as error:
         raise _damaged(name) from error
@@ -115,22 +122,34 @@ def parts_of(data: bytes, name: str) -> dict[str, int]:
         ModelError: it is truncated or changed.
     """
     entry, form, body = _opened(data, name)
-    rest, mask = len(data) - len(body), (math.prod(entry.shape) + 7) // 8
-    if form == _MASK:
-        if len(body) < mask:
-            raise _damaged(name)
-        return {"masks": mask, "values": len(body) - mask, "heads and sums": rest}
-    of_grid: dict[str, int] = {}
+    try:
+        parts = _parts(form, body, math.prod(entry.shape))
+    except (KeyError, ValueError, struct.error) as error:
+        raise _damaged(name) from error
+    parts["heads and sums"] += len(data) - len(body)
+    return parts
+
+
+def _parts(form: int, body: bytes, count: int) -> dict[str, int]:
+    """Bytes of the parts of a body of `count` entries; raises ValueError if they contradict each other."""
+    if form in (_MASK, _VALUES):
+        mask_form, _, head = (_BITS, 0, 0) if form == _MASK else (*_VALUES_HEAD.unpack_from(body), _VALUES_HEAD.size)
+        mask = _mask_bytes(body[head:], mask_form, count)
+        values = len(body) - head - mask
+        if values < 0:
+            raise ValueError("the mask is longer than the body")
+        return {"masks": mask, "values": values, "heads and sums": head}
     if form == _GRID:
-        *_, masked, _, scales = _GRID_HEAD.unpack_from(body)
-        of_grid = {"scales of grids": scales, "masks": mask if masked else 0}
-        rest += _GRID_HEAD.size
-        body = body[_GRID_HEAD.size + sum(of_grid.values()) :]
+        *_, mask_form, _, scales = _GRID_HEAD.unpack_from(body)
+        body = body[_GRID_HEAD.size + scales :]
+        mask = _mask_bytes(body, mask_form, count)
+        _, parts = entropy_code.parts(body[mask:])
+        parts["heads and sums"] += _GRID_HEAD.size
+        return parts | {"scales of grids": scales, "masks": mask}
     entries, parts = entropy_code.parts(body)
-    if not of_grid and entries != math.prod(entry.shape):
-        raise _damaged(name)
-    parts["heads and sums"] += rest
-    return parts | of_grid
+    if entries != count:
+        raise ValueError("the matrices have other entries than the tensor")
+    return parts
 
 
 def _opened(data: bytes, name: str) -> tuple[Entry, int, bytes]:
@@ -143,11 +162,6 @@ def _opened(data: bytes, name: str) -> tuple[Entry, int, bytes]:
 
 def _damaged(name: str) -> ModelError:
     return ModelError(f"The packed tensor {name!r} is truncated or damaged; copy or pack it again.")
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Flat integer view of the bits of a tensor. Only +0.0 maps to 0, so -0.0 and NaN count as values."""
-    return tensor.contiguous().flatten().view(_WORDS[tensor.element_size()])
 
 
 # ---- Forms
@@ -172,16 +186,64 @@ def _of_integers(body: bytes, name: str, entry: Entry) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _of_mask(body: bytes, name: str, entry: Entry) -> Tensor:
+def _values_body(tensor: Tensor) -> bytes:
+    """The body of a tensor of any values; with a mask if that is shorter."""
+    words = words_of(tensor)
+    mask = words != 0
+    masked = int((~mask).sum()) * max(1, 8 * (words.element_size() - 1)) > len(mask)  # bits of zeros that it saves
+    code, rest = exponents.encode(words[mask] if masked else words)
+    mask_form, written = _written_mask(mask) if masked else (_NO_MASK, b"")
+    return _VALUES_HEAD.pack(mask_form, len(code)) + written + code + rest
+
+
+def _of_values(body: bytes, name: str, entry: Entry) -> Tensor:
     count = math.prod(entry.shape)
-    size = (count + 7) // 8
-    chosen = torch.from_numpy(np.unpackbits(np.frombuffer(body, np.uint8, size), count=count, bitorder="little"))
-    words = torch.zeros(count, dtype=_WORDS[entry.dtype.itemsize])
-    values = torch.frombuffer(bytearray(body[size:]), dtype=words.dtype) if len(body) > size else words[:0]
-    if int(chosen.sum()) != len(values):
-        raise _damaged(name)
-    words[chosen.bool()] = values
-    return words.view(entry.dtype)
+    mask_form, size = _VALUES_HEAD.unpack_from(body)
+    chosen, body = _mask_of(body[_VALUES_HEAD.size :], mask_form, count)
+    kept = count if chosen is None else int(chosen.sum())
+    values = exponents.decode(body[:size], body[size:], kept, entry.dtype)
+    return (values if chosen is None else _scattered(values, chosen)).view(entry.dtype)
+
+
+def _of_mask(body: bytes, name: str, entry: Entry) -> Tensor:
+    chosen, body = _mask_of(body, _BITS, math.prod(entry.shape))
+    words = exponents.WORDS[entry.dtype.itemsize]
+    values = torch.frombuffer(bytearray(body), dtype=words) if body else torch.empty(0, dtype=words)
+    return _scattered(values, chosen).view(entry.dtype)
+
+
+def _written_mask(mask: Tensor) -> tuple[int, bytes]:
+    """The shorter form of a mask (entries,), and its bytes."""
+    bits = np.packbits(mask.numpy(), bitorder="little").tobytes()
+    code = exponents.huffman(bits)
+    return (_CODED, _SIZE.pack(len(code)) + code) if _SIZE.size + len(code) < len(bits) else (_BITS, bits)
+
+
+def _mask_bytes(body: bytes, form: int, count: int) -> int:
+    """Bytes of a mask of `count` entries, at the beginning of some bytes."""
+    if form == _CODED:
+        (size,) = _SIZE.unpack_from(body)
+        return _SIZE.size + int(size)
+    return {_NO_MASK: 0, _BITS: (count + 7) // 8}[form]
+
+
+def _mask_of(body: bytes, form: int, count: int) -> tuple[Tensor | None, bytes]:
+    """The mask (count,) at the beginning of some bytes, None if there is none, and the bytes behind it."""
+    if form == _NO_MASK:
+        return None, body
+    size = _mask_bytes(body, form, count)
+    written = zlib.decompress(body[_SIZE.size : size]) if form == _CODED else body[:size]
+    bits = np.unpackbits(np.frombuffer(written, np.uint8, (count + 7) // 8), count=count, bitorder="little")
+    return torch.from_numpy(bits).bool(), body[size:]
+
+
+def _scattered(values: Tensor, chosen: Tensor | None) -> Tensor:
+    """Values at the places of a mask, and zeros; raises ValueError if they are not as many."""
+    if chosen is None or int(chosen.sum()) != len(values):
+        raise ValueError("the values of a mask are not as many as its bits")
+    words = torch.zeros(len(chosen), dtype=values.dtype)
+    words[chosen] = values
+    return words
 
 
 def _layouts(tensor: Tensor) -> list[Tensor]:
@@ -234,12 +296,13 @@ def _written(tensor: Tensor, layout: int, grid: Grid, codes: Tensor, scales: Ten
         if torch.equal(_product(codes, scales, grid, products).to(tensor.dtype), matrix):
             planes = scales.to(half).view(torch.uint8).reshape(-1, 2).T.contiguous().numpy().tobytes()
             packed, mask = zlib.compress(planes, 9), codes.flatten() != 0
-            body, masked = _multiples(codes), 0
+            mask_form, body = _NO_MASK, _multiples(codes)
             if int(mask.sum()) < _MANY * len(mask):
-                bits = np.packbits(mask.numpy(), bitorder="little").tobytes()
+                form, bits = _written_mask(mask)
                 kept = bits + _multiples(_in_rows(codes.flatten()[mask]))
-                body, masked = (kept, 1) if len(kept) < len(body) else (body, 0)
-            numbers = layout, grid.bits, _DTYPES.index(products), _DTYPES.index(half), masked, grid.group, len(packed)
+                mask_form, body = (form, kept) if len(kept) < len(body) else (mask_form, body)
+            dtypes = _DTYPES.index(products), _DTYPES.index(half)
+            numbers = layout, grid.bits, *dtypes, mask_form, grid.group, len(packed)
             return _GRID_HEAD.pack(*numbers) + packed + body
     return None
 
@@ -254,17 +317,14 @@ def _in_rows(codes: Tensor) -> Tensor:
 
 
 def _of_grid(body: bytes, name: str, entry: Entry) -> Tensor:
-    layout, bits, products, half, masked, group, size = _GRID_HEAD.unpack_from(body)
+    layout, bits, products, half, mask_form, group, size = _GRID_HEAD.unpack_from(body)
     scales, body = body[_GRID_HEAD.size : _GRID_HEAD.size + size], body[_GRID_HEAD.size + size :]
     matrix = _layouts(torch.empty(entry.shape, device="meta"))[layout]
-    mask_bytes = (matrix.numel() + 7) // 8 if masked else 0
-    (integers,) = entropy_code.decode(body[mask_bytes:], repr(name))
+    chosen, body = _mask_of(body, mask_form, matrix.numel())
+    (integers,) = entropy_code.decode(body, repr(name))
     codes = integers.codes
-    if masked:
-        codes = torch.zeros(matrix.shape, dtype=torch.int32)
-        mask = np.unpackbits(np.frombuffer(body, np.uint8, mask_bytes), count=codes.numel(), bitorder="little")
-        chosen = torch.from_numpy(mask).bool().reshape(codes.shape)
-        codes[chosen] = integers.codes.flatten()[: int(chosen.sum())]
+    if chosen is not None:
+        codes = _scattered(codes.flatten()[: int(chosen.sum())], chosen).reshape(matrix.shape)
     planes = torch.frombuffer(bytearray(zlib.decompress(scales)), dtype=torch.uint8).reshape(2, -1).T.contiguous()
     steps = planes.view(_DTYPES[half]).float().reshape(len(codes), -1)
     dense = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)

@@ -312,19 +312,21 @@ def asked(model, budget, **changes):
 
 
 def test_budget_counts_what_rules_leave_and_what_the_file_holds():
-    model, budget = Reader(2048, False), iobs.Budget(megabytes=0.3)
+    model, budget = Reader(2048, False), iobs.Budget(megabytes=0.2)
     usual = asked(model, budget)["head"].bits
     dense = asked(model, budget, rules=[iobs.Rule("table", dense=True)])
-    lost = (16 - usual) * 2048 * 48 / (2048 * 48 + 2 * 48 * 96)
-    assert dense["head"].bits == pytest.approx(usual - lost, abs=0.01)  # the head of a dense table is longer
+    in_file = 8 * len(pack_tensor(model.table.weight.detach().bfloat16())) / model.table.weight.numel()
+    lost = (in_file - usual) * 2048 * 48 / (2048 * 48 + 2 * 48 * 96)
+    assert 10 < in_file < 11
+    assert dense["head"].bits == pytest.approx(usual - lost, abs=0.01)
     own = asked(model, budget, rules=[iobs.Rule("table", pattern="rate:6")])
     assert own["table"].bits == 6
     assert own["head"].bits > dense["head"].bits
     model.register_buffer("cache", torch.zeros(1000), persistent=False)
     assert asked(model, budget)["head"].bits == usual
     model.register_buffer("ids", torch.arange(1000))
-    header = 8 * (112 + 3 * len("ids"))
-    assert (usual - asked(model, budget)["head"].bits) * (2 * 2048 * 48 + 2 * 48 * 96) == pytest.approx(64_000 + header)
+    lost = (usual - asked(model, budget)["head"].bits) * (2 * 2048 * 48 + 2 * 48 * 96)
+    assert 64_000 < lost < 64_000 + 8 * 100  # its name, shape, place and sum are in the header
 
 
 def test_rules_give_tables_a_rate_of_their_own_and_nothing_else():

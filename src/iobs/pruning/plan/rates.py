@@ -7,11 +7,13 @@ the spreads of its columns in its own metric.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from iobs.core import exponents
 from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
@@ -32,8 +34,8 @@ _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
 _MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take under a budget
-# Of the header of a file for each tensor, besides its name; a dense one has its name, its sum and its dtype there, too.
-_CODED_BYTES, _DENSE_BYTES = 75, 112
+_FRAME = 180  # bytes of the header of a file beside its tensors
+_HEAD = 8 * 32  # bits of the head and the sum of a packed tensor
 
 
 @torch.no_grad()
@@ -70,8 +72,9 @@ def rate_of(
 ) -> tuple[Rate, Selection]:
     """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices to prune.
 
-    What stays dense has 16 bits an entry, and so have matrices to which a rule gives only zeros. Matrices whose steps
-    and tables would take more than `_MOST_SIDE` bits a weight are left dense.
+    What stays dense has 16 bits an entry, or fewer where its numbers in bfloat16 are integers times steps; matrices to
+    which a rule gives only zeros have 16. Matrices whose steps and tables would take more than `_MOST_SIDE` bits a
+    weight are left dense.
 
     Args:
         budget: of the file.
@@ -97,15 +100,16 @@ def rate_of(
     stored = {id(tensor): (name, tensor) for name, tensor in state if isinstance(tensor, Tensor)}
     weights = sum(layer.weights for layer in coded)
     codes = {id(layer.stored(model)) for layer in (*coded, *own)}
-    heads = sum(
-        _CODED_BYTES + len(name) if place in codes else _DENSE_BYTES + 3 * len(name)
-        for place, (name, _) in stored.items()
-    )
-    rest = 8.0 * heads - 16 * weights
-    rest += sum(tensor.numel() * _bits_of_entry(tensor) for _, tensor in stored.values())
+    bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
+    digits = len(str(math.ceil(bits / 8)))
+    rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
+    for place, (name, tensor) in stored.items():
+        plain, is_code = tensor.numel() * _bits_per_entry(tensor), place in codes
+        kept = plain if is_code else min(plain, _dense_bits(tensor))
+        summed = not is_code and kept == plain
+        rest += kept + 8 * _header_bytes(name, tensor, digits, summed=summed, rounded=not is_code)
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
-    bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
     if bits < least:
         raise PatternError(
             f"{budget} is {bits / 8e6:.4g} MB. The least for this network is {least / 8e6:.4g} MB: {rest / 8e6:.4g} MB "
@@ -124,9 +128,33 @@ def _bits_of(pattern: Pattern, layer: Layer) -> float:
     return stored_bits(pattern, layer.shape) or 16 * layer.weights
 
 
-def _bits_of_entry(tensor: Tensor) -> int:
+def _header_bytes(name: str, tensor: Tensor, digits: int, summed: bool, rounded: bool) -> int:
+    """Bytes of a tensor in the header of a file.
+
+    Args:
+        name: of the tensor.
+        tensor: as the model has it.
+        digits: of the places of tensors.
+        summed: True: its check sum is there, since it is stored as it is.
+        rounded: True: its dtype is there, if it is wider than 16 bits.
+    """
+    shape = str(list(tensor.shape))[1:-1] if summed else digits * "0"
+    parts = [f'"{name}":{{"dtype":"BF16","shape":[{shape}],"data_offsets":[,]}},', 2 * digits * "0"]
+    parts += [rf"\"{name}\": 2147483647, "] if summed else []
+    parts += [rf"\"{name}\": \"float32\", "] if rounded and _bits_per_entry(tensor) < 8 * tensor.element_size() else []
+    return sum(map(len, parts))
+
+
+def _bits_per_entry(tensor: Tensor) -> int:
     """Bits of an entry of a tensor in a file whose floating numbers are rounded to bfloat16."""
     return 8 * min(tensor.element_size(), 2 if tensor.is_floating_point() else 16)
+
+
+def _dense_bits(tensor: Tensor) -> float:
+    """Bits of a tensor that keeps its numbers, by a code of their exponents; infinite where they are not here."""
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return math.inf
+    return exponents.bits(tensor.to(torch.bfloat16)) + _HEAD
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:
