@@ -70,3 +70,11 @@ def test_small_matrices_are_read_back_in_as_few_bits(seed, spread):
     steps, factors = (short(torch.rand(64, generator=generator) + 0.5, bits) for bits in (8, 3))
     written = Integers(codes, steps, factors)
     assert Integers.of(written.weight(torch.float32)).bits() <= 1.001 * written.bits()
+
+
+def test_factors_of_rows_are_read_back_where_columns_have_few_entries():
+    generator = torch.Generator().manual_seed(0)
+    codes = (torch.randn(16, 64, generator=generator) * torch.exp2(torch.randn(64, generator=generator))).round().int()
+    factors = short(torch.exp2(torch.randn(16, generator=generator)), 3)
+    written = Integers(codes, short(torch.rand(64, generator=generator) + 0.5, 8), factors)
+    assert Integers.of(written.weight(torch.float32)).bits() <= 1.05 * written.bits()

@@ -329,3 +329,11 @@ def test_grids_take_mask_codes_and_scales_and_no_more(pattern, dtype, tmp_path):
     assert 8 * (size - 400) <= stored_bits(pattern, (128, 256))
     again = iobs.load_packed(tmp_path / "packed", into=nn.Sequential(nn.Linear(256, 128, bias=False).to(dtype)))
     assert torch.equal(again[0].weight, model[0].weight)
+
+
+def test_a_matrix_of_zeros_takes_no_bit_for_each_entry(tmp_path):
+    layer = nn.Linear(512, 256)
+    nn.init.zeros_(layer.weight)
+    file = iobs.save_packed(layer, tmp_path / "packed") / "model.safetensors"
+    assert file.stat().st_size < layer.bias.nbytes + 1024
+    assert torch.equal(iobs.load_packed(tmp_path / "packed", into=nn.Linear(512, 256)).weight, layer.weight)

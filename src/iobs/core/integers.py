@@ -23,7 +23,8 @@ LEAST_CLASS = -127  # of rows and columns; of columns and rows of zeros, too
 _LEVELS = 4  # classes for each octave of the spread
 _RAW = 3  # of an integer of spread 2^(_RAW + n) the last n bits are coded as they are: they are nearly uniform
 _SEEN = 32  # columns that tell whether a matrix may have integers
-_RICH = 24  # nonzero entries of a column from which their common divisor is that of its steps
+_RICH = 24  # nonzero entries of a column from which their common divisor is surely that of its step
+_LEAST_RICH = 16  # columns, the fullest ones, that count as such in matrices of few entries
 _TOLD = 128  # columns that tell the factors of rows
 _SURE = 12  # entries of a row in them from which one is odd
 _WIDEST = 62 - 24  # octaves between whole numbers of 24 bits
@@ -127,7 +128,7 @@ class Integers:
 
         odd = torch.ones_like(by_row)[:, None]
         if bool(by_row.any()):
-            rich = (count >= _RICH) & (count >= count.topk(min(_TOLD, len(count))).values[-1])
+            rich = _rich(count) & (count >= count.topk(min(_TOLD, len(count))).values[-1])
             of_rich = common(rich)
             # A row of few entries there may have more in common by chance.
             for part in _parts(weight):
@@ -320,8 +321,7 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     # Half of the entries of a column are at its exponent, and below it only those of wrong rows.
     sorted_by_column = torch.where(known, told - rows[:, None], absent).sort(0).values
     columns = sorted_by_column.gather(0, (known.sum(0) // 8)[None])[0]
-    rich = known.sum(0) >= _RICH
-    rows = torch.where(known & rich, told - columns, absent).amin(1) if bool(rich.any()) else rows
+    rows = torch.where(known & _rich(known.sum(0)), told - columns, absent).amin(1)
     rows = torch.where(rows > absent // 2, 0, rows)
     sure = known.sum(1) >= _SURE
     if bool(sure.any()):  # other rows are told by all columns
@@ -329,6 +329,12 @@ def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         all_of_row = torch.where(present[~sure], powers[~sure] - columns, absent).amin(1)
         rows[~sure] = torch.where(all_of_row > absent // 2, 0, all_of_row)
     return rows, _lowest(powers, present, rows)
+
+
+def _rich(count: Tensor) -> Tensor:
+    """Columns (boolean) that tell the factors of rows, by their numbers of entries that are not zero."""
+    fewest = count.topk(min(_LEAST_RICH, len(count))).values[-1].clamp(1, _RICH)
+    return count >= fewest
 
 
 def _lowest(powers: Tensor, present: Tensor, rows: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
-_READABLE = 64  # nonzero integers of each row and column from which the factors of rows can be read back from weights
+# Nonzero integers of each row and column from which the factors of rows can be read back from weights, and under a mask.
+_READABLE, _READABLE_MASKED = 24, 64
 _LEAST_DAMPING = 1e-4  # of the Grams of groups, which are singular where inputs repeat
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
 
@@ -212,10 +213,10 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     competing = rows_compete(task.pattern) and not isinstance(task.pattern, Groups)
     if task.importance is None or not competing or task.settings.reads_weights_only:
         return None
-    kept = 1 - share_of(task.pattern, task.layer)
-    if isinstance(task.pattern, Rate) and kept < 1:
+    if isinstance(task.pattern, Rate):
+        kept = 1 - share_of(task.pattern, task.layer)
         nonzero = min(kept, task.pattern.bits / 3)  # about; at low rates most of the kept integers are zero
-        if nonzero * min(task.layer.shape) < _READABLE:
+        if nonzero * min(task.layer.shape) < (_READABLE if kept == 1 else _READABLE_MASKED):
             return None
     scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.
