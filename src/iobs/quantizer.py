@@ -70,13 +70,18 @@ class PackedQuantizer(HfQuantizer):
             else each
             for each in weight_conversions
         ]
-        return decoded + self.get_weight_conversions()
+        decoded += self.get_weight_conversions()
+        for each in decoded:
+            if hasattr(each, "force_cpu"):  # bytes are decoded there, also those of a weight on the meta device
+                each.force_cpu = True
+        return decoded
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         # What is saved from now on is dense.
         model._weight_conversions = [
             each for each in model._weight_conversions if each._original_source_patterns != [_ANY]
         ]
+        _offload_tied(model)
         return model
 
     def is_serializable(self, *_: object) -> bool:
@@ -121,6 +126,17 @@ def _decoding() -> type:
             return _IdentityOp()
 
     return Decoding
+
+
+def _offload_tied(model: Any) -> None:
+    """Let weights that are tied to an offloaded one read its decoded copy; transformers leaves them the packed file."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    parts = (part for hook in hooks for part in getattr(hook, "hooks", [hook]))
+    weights = (getattr(getattr(part, "weights_map", None), "dataset", None) for part in parts)
+    index = next((each.index for each in weights if hasattr(each, "index")), {})  # all hooks have the same
+    for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if tied in index and source in index:
+            index[tied] = index[source]
 
 
 def _dtype_of(model: Any, name: str) -> Any:

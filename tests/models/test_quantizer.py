@@ -56,6 +56,15 @@ def test_from_pretrained_reads_a_packed_directory(llama, settings, tmp_path):
     assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "dense"), "quantization_config")
 
 
+def test_offloaded_weights_are_decoded_the_tied_head_too(llama, tmp_path):
+    model, packed = llama
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    assert all(value.is_meta for value in read(packed, device_map="meta").parameters())
+    offloaded = read(packed, device_map={"": "disk"}, offload_folder=tmp_path)
+    ids = torch.arange(8)[None]
+    assert torch.equal(offloaded(ids).logits, model(ids).logits)
+
+
 def test_encoders_and_merged_experts_come_back(tmp_path):
     bert = transformers.BertConfig(**SIZES, intermediate_size=64, max_position_embeddings=16)
     experts = {"num_local_experts": 2, "num_key_value_heads": 1, "intermediate_size": 64}
