@@ -122,3 +122,9 @@ def test_load_packed_raises_if_file_lacks_a_buffer(tmp_path):
     module.register_buffer("scale", torch.ones(3))
     with pytest.raises(ModelError, match=r"lack 1 weights of the module, scale the first"):
         iobs.load_packed(tmp_path / "packed", into=module)
+
+
+def test_a_module_without_values_is_not_filled(tmp_path):
+    packed = iobs.save_packed(torch.nn.Linear(64, 64), tmp_path / "packed")
+    with pytest.raises(ModelError, match="on the meta device"):
+        iobs.load_packed(packed, into=torch.nn.Linear(64, 64, device="meta"))

@@ -106,10 +106,12 @@ def fill_packed(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Fill a module of the same architecture with the tensors of packed files, in the floating dtypes of the files.
 
     Raises:
-        ModelError: names or shapes differ.
+        ModelError: names or shapes differ, or the module is on the meta device.
     """
     plain, state = plain_names(module), module.state_dict()
     state = {plain.get(name, name): value for name, value in state.items()}
+    if meta := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise ModelError(f"{meta[0]} of the module is on the meta device; build the module with values to fill it.")
     missing = [names[0] for names in same_tensors(state) if tensors.keys().isdisjoint(names)]
     if missing:
         raise ModelError(f"The packed files lack {len(missing)} weights of the module, {min(missing)} the first.")

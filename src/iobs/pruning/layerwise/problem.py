@@ -28,7 +28,7 @@ from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
-# Nonzero integers of each row and column from which the factors of rows can be read back from weights, and under a mask.
+# Nonzero integers of each row and column from which factors of rows can be read back from weights, and under a mask.
 _READABLE, _READABLE_MASKED = 24, 64
 _LEAST_DAMPING = 1e-4  # of the Grams of groups, which are singular where inputs repeat
 _LEAST_ROWS = 16  # of each rank, if ranks divide the rows of a layer
