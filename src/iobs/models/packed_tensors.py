@@ -57,7 +57,7 @@ def pack_tensor(tensor: Tensor) -> bytes | None:
     """The bytes of a tensor; None if no form is shorter than the tensor."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.ndim > _MOST_DIMENSIONS:
         return None
-    wide = tensor.element_size() > 1 and bool(tensor.any())  # torch cannot say the signs of floats of 8 bits
+    wide = tensor.element_size() > 1  # torch cannot say the signs of floats of 8 bits
     encoded = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
     if encoded is None or len(encoded[1]) > tensor.numel():  # values take a byte and more, unless there are many zeros
         values = _values_body(tensor)
@@ -255,7 +255,7 @@ def _layouts(tensor: Tensor) -> list[Tensor]:
 
 def _grid_body(tensor: Tensor, most_bits: int) -> bytes | None:
     """The body of a tensor on a grid; None if it is on none of those that are looked for."""
-    if tensor.ndim < 2 or tensor.dtype.itemsize < 2:
+    if tensor.ndim < 2 or tensor.dtype.itemsize < 2 or not bool(tensor.any()):  # zeros are integers
         return None
     for layout, matrix in enumerate(_layouts(tensor)):
         if layout == 1 and tensor.ndim == 2:  # the same as the first
