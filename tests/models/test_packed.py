@@ -337,3 +337,10 @@ def test_a_matrix_of_zeros_takes_no_bit_for_each_entry(tmp_path):
     file = iobs.save_packed(layer, tmp_path / "packed") / "model.safetensors"
     assert file.stat().st_size < layer.bias.nbytes + 1024
     assert torch.equal(iobs.load_packed(tmp_path / "packed", into=nn.Linear(512, 256)).weight, layer.weight)
+
+
+def test_a_share_is_of_the_dense_bytes_also_where_the_source_is_packed(tmp_path):
+    layer = nn.Linear(512, 256, bias=False)
+    nn.init.zeros_(layer.weight)
+    packed = iobs.save_packed(layer, tmp_path / "packed")
+    assert packed_share(packed, packed) < 0.01

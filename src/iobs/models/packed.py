@@ -27,7 +27,14 @@ from iobs.inference.storing import fewest_bits
 from iobs.models.factory import WEIGHTS_NAME, build_directory
 from iobs.models.loaded import LoadedModel, size_in_bytes, unwritable
 from iobs.models.output import copy_companions, output_directory
-from iobs.models.packed_files import SUFFIX, files_with_codes, fill_from_files, pack_directory, scratch_beside
+from iobs.models.packed_files import (
+    SUFFIX,
+    dense_entries,
+    files_with_codes,
+    fill_from_files,
+    pack_directory,
+    scratch_beside,
+)
 from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.weights import DTYPES, unwrapped, write_weights
@@ -249,8 +256,9 @@ def _module_of(model: nn.Module | LoadedModel | str | Path) -> nn.Module:
 
 
 def packed_share(source: str | Path, packed: str | Path) -> float:
-    """Size of the packed weight files divided by the size of the dense weight files."""
-    dense = sum(os.path.getsize(file) for file in weight_files(expanded(source)))
+    """Size of the packed weight files divided by that of the dense weights, also where the source is packed itself."""
+    files = weight_files(expanded(source))
+    dense = sum(entry.bytes for file in files for entry in dense_entries(file).values())
     written = [*expanded(packed).glob(f"*{SUFFIX}")] or files_with_codes(packed)
     return sum(map(os.path.getsize, written)) / dense
 
