@@ -258,6 +258,32 @@ def test_metric_of_a_table_is_the_second_order_damage():
     assert foretold == pytest.approx(divergence, rel=0.3)
 
 
+@pytest.mark.parametrize(
+    "product",
+    [torch.nn.functional.linear, lambda x, table: x @ table.T, lambda x, table: torch.einsum("bti,vi->btv", x, table)],
+    ids=["linear", "matmul", "einsum"],
+)
+def test_a_head_that_a_function_computes_is_priced_as_a_module_with_the_same_table(product):
+    class Functional(Reader):
+        def __init__(self):
+            super().__init__(64, True)
+            del self.head
+
+        def forward(self, input_ids):
+            hidden = self.table(input_ids)
+            return product(hidden + self.body(hidden), self.table.weight)
+
+    found = []
+    for model in (Reader(64, True).eval(), Functional().eval()):
+        layers = [layer for layer in find_layers(model) if layer.path == "head"] or embedding_layers(model, [])
+        found += row_fisher(
+            model, layers, [], Samples.of(rare_and_frequent(64)), seed=0, tables=layers
+        ).lookups.values()
+    module, functional = found
+    assert torch.allclose(functional.metric, module.metric)
+    assert torch.allclose(functional.prices, module.prices)
+
+
 def test_tokens_of_all_calls_of_a_table_are_counted():
     class Twice(Reader):
         def forward(self, input_ids, others):

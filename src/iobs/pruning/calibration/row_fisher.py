@@ -17,7 +17,7 @@ for all rows, sum(f) H + F, and a price for each (`Lookup`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from iobs.errors import ProblemError, first_line, unless_out_of_memory
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
-from iobs.pruning.calibration.products import is_mapped
+from iobs.pruning.calibration.products import is_mapped, products
 from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
-from iobs.pruning.network.calls import Args, Kwargs, after_calls, first_argument
+from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
@@ -239,7 +239,8 @@ class _Squares:
         by_weight = [layer for layer in layers if layer in self.products]
         stored = {layer.key: layer.stored(self.model) for layer in by_weight}
         with _asking_for_gradients(stored.values()), torch.enable_grad():
-            with _recorded(self.model, {*by_path, *looked_up}, calls):
+            tables = {path: layer.stored(self.model) for path, layer in looked_up.items() if layer.path == path}
+            with _recorded(self.model, {*by_path, *looked_up}, calls), _recorded_products(tables, calls):
                 value = compute()
             sources = [*inputs, *(call.output for call in calls), *stored.values()]
             gradients: list[Tensor | None] = [None] * len(sources)
@@ -254,11 +255,11 @@ class _Squares:
         for call, gradient in zip(calls, gradients[first:last], strict=True):
             if gradient is None:
                 continue
-            if call.path in looked_up:
-                layer = looked_up[call.path]
+            layer = by_path[call.path] if call.path in by_path else looked_up[call.path]
+            if call.path in looked_up and not call.input.is_floating_point():
                 self.lookups[layer].add(call, gradient, layer.stored(self.model).detach())
                 continue
-            layer, axis, module = by_path[call.path], gradient.ndim - 1, self.model.get_submodule(call.path)
+            axis, module = gradient.ndim - 1, self.model.get_submodule(call.path)
             if isinstance(module, CONVOLUTIONS):
                 axis -= len(module.kernel_size)
             squares = gradient.double().square().movedim(axis, -1)
@@ -534,14 +535,48 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[_RecordedCall]) -> 
     """Append the calls of modules in forward passes, with outputs that ask for gradients."""
 
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-        if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
-            return output
-        if is_mapped(output):  # inside torch.vmap no tensor can ask for gradients
-            return output
-        if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
-            output = output.detach().requires_grad_()
-        calls.append(_RecordedCall(path, first_argument(args, kwargs), output))
-        return output.clone()  # later operations may change it in place
+        return _kept(calls, path, first_argument(args, kwargs), output)
 
     with after_calls(model, paths, record):
         yield
+
+
+@contextmanager
+def _recorded_products(tables: Mapping[str, Tensor], calls: list[_RecordedCall]) -> Iterator[None]:
+    """Append the products with tables of embeddings that functions compute, such as `F.linear(x, table.weight)`.
+
+    Args:
+        tables: by the paths of the embeddings.
+        calls: the products are appended to it as calls of a head, with outputs that ask for gradients.
+    """
+
+    def compute(func: Function, args: Args, kwargs: Kwargs) -> object:
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") or not isinstance(output, Tensor):
+            return output
+        with torch._C.DisableTorchFunction():
+            for product in products(name, args, kwargs):
+                for path, table in tables.items():
+                    if _same_matrix(product.factor, table) and product.inputs(()).shape[:-1] == output.shape[:-1]:
+                        return _kept(calls, path, product.inputs(()), output)
+        return output
+
+    with Interceptor(compute) if tables else nullcontext():
+        yield
+
+
+def _same_matrix(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+
+
+def _kept(calls: list[_RecordedCall], path: str, argument: Tensor, output: object) -> object:
+    """The output of a call, which is appended if the output can ask for a gradient."""
+    if not isinstance(output, Tensor) or output.is_inference() or not output.is_floating_point():
+        return output
+    if is_mapped(output):  # inside torch.vmap no tensor can ask for gradients
+        return output
+    if not output.requires_grad:  # nothing before it asks for gradients, such as the parameters of a copy
+        output = output.detach().requires_grad_()
+    calls.append(_RecordedCall(path, argument, output))
+    return output.clone()  # later operations may change it in place
