@@ -132,8 +132,8 @@ def _offload_tied(model: Any) -> None:
     """Let weights that are tied to an offloaded one read its decoded copy; transformers leaves them the packed file."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     parts = (part for hook in hooks for part in getattr(hook, "hooks", [hook]))
-    weights = (getattr(getattr(part, "weights_map", None), "dataset", None) for part in parts)
-    index = next((each.index for each in weights if hasattr(each, "index")), {})  # all hooks have the same
+    loaders: Any = (getattr(getattr(part, "weights_map", None), "dataset", None) for part in parts)
+    index: dict[str, Any] = next((each.index for each in loaders if hasattr(each, "index")), {})  # one for all hooks
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         if tied in index and source in index:
             index[tied] = index[source]

@@ -96,9 +96,11 @@ class Integers:
         # Each entry is an odd number times 2^last. Rows come in parts: whole numbers of 64 bits would take much memory.
         last = torch.cat([_last(weight[part]) for part in _parts(weight)])
         present, alone = weight != 0, torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+        ways, count = (_common(last, present), (alone, _lowest(last, present, alone))), present.sum(0)
+        del last, present
         best, least = None, math.inf
-        for rows, columns in (_common(last, present), (alone, _lowest(last, present, alone))):
-            integers = cls._of(weight, present.sum(0), rows, columns)
+        for rows, columns in ways:
+            integers = cls._of(weight, count, rows, columns)
             bits = math.inf if integers is None else integers.bits()
             if bits < least:
                 best, least = integers, bits
@@ -189,6 +191,21 @@ class Classes:
 
     def bits(self, codes: Tensor) -> float:
         """Bits of the integers of a matrix, their tables and their classes."""
+        _, counts = self.counts(codes)
+        raw = torch.tensor([raw_bits(number) for number in range(len(counts))], device=codes.device)
+        whole = counts.sum(1)
+        entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
+        total: float = _HEAD_BITS + _STATE_BITS * states_of(codes.numel())
+        total += _SIDE * (_entropy(self.rows - self.rows.min()) + _entropy(self.columns - self.columns.min()))
+        total += _TABLE_BITS * int((whole > 0).sum()) + _MISFIT_BITS * int((counts > 0).sum())
+        return total + float(entropy + whole @ raw.double())
+
+    def counts(self, codes: Tensor) -> tuple[int, Tensor]:
+        """The least integer, without raw bits, and how often each class has it and those behind it.
+
+        Returns:
+            The integer, and counts (classes, integers) float64.
+        """
         most = max(0, int(self.rows.max() + self.columns.max()))
         raw = torch.tensor([raw_bits(number) for number in range(most + 1)], dtype=torch.int32, device=codes.device)
         ends = [torch.stack(self._shifted(codes, part, raw)[1].aminmax()) for part in _parts(codes)]
@@ -198,13 +215,15 @@ class Classes:
         for part in _parts(codes):
             table, values = self._shifted(codes, part, raw)
             counts += torch.bincount((table * width + (values - least)).flatten(), minlength=len(counts))
-        counts = counts.reshape(len(raw), width)
-        whole = counts.sum(1)
-        entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
-        total: float = _HEAD_BITS + _STATE_BITS * states_of(codes.numel())
-        total += _SIDE * (_entropy(self.rows - self.rows.min()) + _entropy(self.columns - self.columns.min()))
-        total += _TABLE_BITS * int((whole > 0).sum()) + _MISFIT_BITS * int((counts > 0).sum())
-        return total + float(entropy + whole @ raw.double())
+        return least, counts.reshape(len(raw), width)
+
+    def squares(self, codes: Tensor) -> Tensor:
+        """Sums of the squares of the integers of each class, (classes,) float64."""
+        found = torch.zeros(max(0, int(self.rows.max() + self.columns.max())) + 1, dtype=torch.float64)
+        for part in _parts(codes):
+            table = (self.rows[part, None] + self.columns).clamp_(min=0)
+            found += torch.bincount(table.flatten(), codes[part].double().square().flatten(), len(found))
+        return found
 
     def _shifted(self, codes: Tensor, part: slice, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Classes (int64) of the entries of some rows, at least 0, and their integers without raw bits."""

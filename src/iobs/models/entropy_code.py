@@ -93,11 +93,10 @@ def encode(integers: Integers) -> bytes:
 
     rows, columns = integers.codes.shape
     classes = Classes.of(integers.codes)
-    short = torch.int16  # a table of a whole embedding in 64 bits would be twice as large as it
-    table = (classes.rows.to(short)[:, None] + classes.columns.to(short)).clamp_(min=0).numpy()
     codes = integers.codes.numpy()
-    numbers = np.unique(table)
-    fitted = [_fitted(int(number), codes[table == number]) for number in numbers]
+    (least, counts), squares = classes.counts(integers.codes), classes.squares(integers.codes)
+    numbers = counts.any(1).nonzero()[:, 0].tolist()
+    fitted = [_fitted(number, least, counts[number].long().numpy(), float(squares[number])) for number in numbers]
     tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
     states = states_of(codes.size)
     scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
@@ -219,12 +218,21 @@ def _normal(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def _fitted(number: int, codes: NDArray[np.int32]) -> tuple[tuple[int, int, int, int, int], NDArray[np.uint8]]:
-    """The table of a class with the shortest code, and the lengths of its integers if it lists them."""
-    high = codes >> raw_bits(number)
-    low, top = int(high.min()), int(high.max())
-    counts = np.bincount(high - low)
-    middle = round(math.log2(max(float(np.sqrt(np.mean(np.square(codes, dtype=np.float64)))), 2.0**-10)) * _OCTAVE)
+def _fitted(
+    number: int, least: int, counts: NDArray[np.int64], squares: float
+) -> tuple[tuple[int, int, int, int, int], NDArray[np.uint8]]:
+    """The table of a class with the shortest code, and the lengths of its integers if it lists them.
+
+    Args:
+        number: of the class.
+        least: an integer without raw bits.
+        counts: how often the class has this integer and each one behind it.
+        squares: sum of the squares of its integers, with raw bits.
+    """
+    found = np.flatnonzero(counts)
+    low, top = least + int(found[0]), least + int(found[-1])
+    counts = counts[found[0] : found[-1] + 1]
+    middle = round(math.log2(max(math.sqrt(squares / int(counts.sum())), 2.0**-10)) * _OCTAVE)
 
     def lengths(places: list[tuple[int, int]]) -> list[float]:
         cumulative = _cumulative(np.array([(number, *place, low, top) for place in places], _ENTRY))
