@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import iobs
 from iobs.errors import ModelError
 from iobs.models.packed_files import unpack
+from iobs.models.packed_tensors import MARK, parts_of, unpack_tensor
 
 
 def half_zero(size=16):
@@ -78,6 +79,18 @@ def test_changed_tensors_are_one_clear_error(change, tmp_path):
     (tmp_path / "dense").mkdir()
     with pytest.raises(ModelError, match=r"'weight' is truncated or damaged"):
         unpack(tmp_path / "packed", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("shape", [(2**20, 2**20), (2**32 - 1,) * 7], ids=str)
+@pytest.mark.parametrize("mask", [b"", b"\x01" * 9, struct.pack("<Q", 9) + zlib.compress(b"\0")])
+def test_claims_of_huge_shapes_take_no_memory_and_are_one_clear_error(mask, shape):
+    code = zlib.compress(b"\0")
+    form = 0 if not mask else 1 if len(mask) == 9 else 2
+    head = MARK + struct.pack(f"<3B{len(shape)}IBQ", 3, 1, len(shape), *shape, form, len(code))
+    data = bytes(signed(head + mask + code + b"\0" * 4).numpy())
+    for read in (unpack_tensor, parts_of):
+        with pytest.raises(ModelError, match="'weight' is truncated or damaged"):
+            read(data, "weight")
 
 
 def test_a_changed_tensor_without_code_is_one_clear_error_and_no_weight_is_touched(tmp_path):

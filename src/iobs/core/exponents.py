@@ -28,6 +28,24 @@ def huffman(data: bytes) -> bytes:
     return code.compress(data) + code.flush()
 
 
+def inflated(code: bytes, most: int) -> bytes:
+    """What zlib made a code of, and no more memory than that may take.
+
+    Args:
+        code: the code, such as of `huffman`.
+        most: bytes that it may have.
+
+    Raises:
+        ValueError: it has more, or the code is cut.
+        zlib.error: the code is damaged.
+    """
+    reader = zlib.decompressobj()
+    data = reader.decompress(code, most + 1)
+    if len(data) > most or not reader.eof:
+        raise ValueError("a code has more bytes than it may, or is cut")
+    return data
+
+
 def encode(words: Tensor) -> tuple[bytes, bytes]:
     """The code of the exponents of some numbers, and all other bits.
 
@@ -48,9 +66,8 @@ def decode(code: bytes, rest: bytes, count: int, dtype: torch.dtype) -> Tensor:
         zlib.error: the code is damaged.
     """
     size = dtype.itemsize
-    rows = np.empty((count, size), np.uint8)
-    rows[:, -1] = np.frombuffer(zlib.decompress(code), np.uint8).reshape(count)
-    rows[:, :-1] = np.frombuffer(rest, np.uint8).reshape(count, size - 1)
+    last = np.frombuffer(inflated(code, count), np.uint8).reshape(count, 1)
+    rows = np.concatenate([np.frombuffer(rest, np.uint8).reshape(count, size - 1), last], 1)
     words = _turned(rows.reshape(-1).view(f"<u{size}"), 8 * size - 1)
     return torch.from_numpy(words.view(f"i{size}" if size > 1 else np.uint8))
 

@@ -26,12 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from iobs.core.exponents import inflated
 from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, states_of
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
 _HEAD, _SUM = struct.Struct("<6I"), struct.Struct("<I")
 _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "<i2"), ("high", "<i2")])
+_MOST_DESCRIBED = 256 * (_ENTRY.itemsize + 2**16)  # bytes of all tables
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
 _TAIL_UNITS = 8
@@ -152,10 +154,10 @@ def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
         (of_tables,), (of_bytes,) = _SUM.unpack_from(data, end), _SUM.unpack_from(data, end + _SUM.size)
         if zlib.crc32(data[: end + _SUM.size]) != of_bytes:
             raise damaged
-        scales = zlib.decompress(data[_HEAD.size : classes_at])
+        scales = inflated(data[_HEAD.size : classes_at], 2 * (rows + columns))
         steps, scales = _from_planes(scales, columns)
         factors, _ = _from_planes(scales, rows)
-        described = zlib.decompress(data[classes_at:words_at])
+        described = inflated(data[classes_at:words_at], rows + columns + _MOST_DESCRIBED)
         by_column = np.frombuffer(described, np.int8, columns)
         by_row = np.frombuffer(described, np.int8, rows, columns)
         tables = Tables.read(described[rows + columns :])

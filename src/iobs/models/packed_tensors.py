@@ -41,6 +41,7 @@ MARK = b"\x8fiobs\r\n\x01"
 MOST_HEAD = 64  # bytes that hold every head
 _INTEGERS, _GRID, _MASK, _VALUES = range(4)
 _NO_MASK, _BITS, _CODED = range(3)  # forms of masks
+_MOST_IN_BYTE = 8  # bytes of which a byte of a Huffman code tells: a longer claim would only take memory
 _HEAD, _SUM = struct.Struct("<8s3B"), struct.Struct("<I")
 _GRID_HEAD, _VALUES_HEAD, _SIZE = struct.Struct("<5B2I"), struct.Struct("<BQ"), struct.Struct("<Q")
 _MOST_DIMENSIONS = (MOST_HEAD - _HEAD.size) // 4
@@ -92,6 +93,7 @@ def unpack_tensor(data: bytes, name: str) -> Tensor:
     """
     entry, form, body = _opened(data, name)
     try:
+        _parts(form, body, entry)  # no memory is taken for a shape that is not true
         read = {_INTEGERS: _of_integers, _GRID: _of_grid, _MASK: _of_mask, _VALUES: _of_values}[form]
         tensor = read(body, name, entry)
         return tensor.reshape(entry.shape)
@@ -123,31 +125,37 @@ def parts_of(data: bytes, name: str) -> dict[str, int]:
     """
     entry, form, body = _opened(data, name)
     try:
-        parts = _parts(form, body, math.prod(entry.shape))
+        parts = _parts(form, body, entry)
     except (KeyError, ValueError, struct.error) as error:
         raise _damaged(name) from error
     parts["heads and sums"] += len(data) - len(body)
     return parts
 
 
-def _parts(form: int, body: bytes, count: int) -> dict[str, int]:
-    """Bytes of the parts of a body of `count` entries; raises ValueError if they contradict each other."""
+def _parts(form: int, body: bytes, entry: Entry) -> dict[str, int]:
+    """Bytes of the parts of a body, whose sum is its length; raises ValueError if they contradict each other."""
+    count, length = math.prod(entry.shape), len(body)
     if form in (_MASK, _VALUES):
-        mask_form, _, head = (_BITS, 0, 0) if form == _MASK else (*_VALUES_HEAD.unpack_from(body), _VALUES_HEAD.size)
+        mask_form, code, head = (_BITS, 0, 0) if form == _MASK else (*_VALUES_HEAD.unpack_from(body), _VALUES_HEAD.size)
         mask = _mask_bytes(body[head:], mask_form, count)
         values = len(body) - head - mask
-        if values < 0:
-            raise ValueError("the mask is longer than the body")
+        if mask_form == _NO_MASK and values != code + count * (entry.dtype.itemsize - 1):
+            raise ValueError("the values are not as many as the entries")
+        if mask_form == _NO_MASK and count > _MOST_IN_BYTE * code:
+            raise ValueError("the exponents are not as many as the entries")
         return {"masks": mask, "values": values, "heads and sums": head}
     if form == _GRID:
         *_, mask_form, _, scales = _GRID_HEAD.unpack_from(body)
         body = body[_GRID_HEAD.size + scales :]
         mask = _mask_bytes(body, mask_form, count)
-        _, parts = entropy_code.parts(body[mask:])
+        entries, parts = entropy_code.parts(body[mask:])
         parts["heads and sums"] += _GRID_HEAD.size
-        return parts | {"scales of grids": scales, "masks": mask}
-    entries, parts = entropy_code.parts(body)
-    if entries != count:
+        parts |= {"scales of grids": scales, "masks": mask}
+        fits = entries == count if mask_form == _NO_MASK else entries < count + _ROW
+    else:
+        entries, parts = entropy_code.parts(body)
+        fits = entries == count
+    if not fits or sum(parts.values()) != length:
         raise ValueError("the matrices have other entries than the tensor")
     return parts
 
@@ -220,11 +228,18 @@ def _written_mask(mask: Tensor) -> tuple[int, bytes]:
 
 
 def _mask_bytes(body: bytes, form: int, count: int) -> int:
-    """Bytes of a mask of `count` entries, at the beginning of some bytes."""
+    """Bytes of a mask of `count` entries, at the beginning of some bytes; raises ValueError if they are too few."""
+    if form == _NO_MASK:
+        return 0
+    size = bits = (count + 7) // 8
     if form == _CODED:
-        (size,) = _SIZE.unpack_from(body)
-        return _SIZE.size + int(size)
-    return {_NO_MASK: 0, _BITS: (count + 7) // 8}[form]
+        (code,) = _SIZE.unpack_from(body)
+        size, bits = _SIZE.size + int(code), -(-bits // _MOST_IN_BYTE)
+    elif form != _BITS:
+        raise ValueError("no form of a mask")
+    if not bits <= size <= len(body):
+        raise ValueError("a mask is cut, or shorter than its entries need")
+    return size
 
 
 def _mask_of(body: bytes, form: int, count: int) -> tuple[Tensor | None, bytes]:
@@ -232,7 +247,7 @@ def _mask_of(body: bytes, form: int, count: int) -> tuple[Tensor | None, bytes]:
     if form == _NO_MASK:
         return None, body
     size = _mask_bytes(body, form, count)
-    written = zlib.decompress(body[_SIZE.size : size]) if form == _CODED else body[:size]
+    written = exponents.inflated(body[_SIZE.size : size], (count + 7) // 8) if form == _CODED else body[:size]
     bits = np.unpackbits(np.frombuffer(written, np.uint8, (count + 7) // 8), count=count, bitorder="little")
     return torch.from_numpy(bits).bool(), body[size:]
 
@@ -325,7 +340,7 @@ def _of_grid(body: bytes, name: str, entry: Entry) -> Tensor:
     codes = integers.codes
     if chosen is not None:
         codes = _scattered(codes.flatten()[: int(chosen.sum())], chosen).reshape(matrix.shape)
-    planes = torch.frombuffer(bytearray(zlib.decompress(scales)), dtype=torch.uint8).reshape(2, -1).T.contiguous()
+    planes = torch.frombuffer(bytearray(exponents.inflated(scales, 2 * codes.numel())), dtype=torch.uint8).reshape(2, -1).T.contiguous()
     steps = planes.view(_DTYPES[half]).float().reshape(len(codes), -1)
     dense = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)
     return dense if layout < 2 else dense.reshape(*entry.shape[:-2], entry.shape[-1], -1).transpose(-1, -2)
