@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import iobs
-from iobs.core.patterns import top_mask
+from iobs.core.masks import top_mask
 from iobs.data import calibration_batches, open_source
 
 LAYER = "model.layers.0.self_attn.v_proj"

@@ -25,7 +25,7 @@ def main(steps: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), folder / "model.pt")  # zeros are ordinary zeros
     save_model(model, str(folder / "model.safetensors"))
-    iobs.save_packed(model, folder / "packed")  # one mask bit per entry, and the nonzero values
+    iobs.save_packed(model, folder / "packed")  # a mask and the nonzero values, both coded without loss
 
     loaded = [network(), network(), network()]
     loaded[0].load_state_dict(torch.load(folder / "model.pt", weights_only=True))

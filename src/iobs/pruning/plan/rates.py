@@ -72,9 +72,9 @@ def rate_of(
 ) -> tuple[Rate, Selection]:
     """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices to prune.
 
-    What stays dense has 16 bits an entry, or fewer where its numbers in bfloat16 are integers times steps; matrices to
-    which a rule gives only zeros have 16. Matrices whose steps and tables would take more than `_MOST_SIDE` bits a
-    weight are left dense.
+    What stays dense has the bits of a code of its exponents in bfloat16, at most 16 an entry; 16 where its values are
+    not here, as block by block, and in matrices to which a rule gives only zeros. Matrices whose steps and tables would
+    take more than `_MOST_SIDE` bits a weight are left dense.
 
     Args:
         budget: of the file.
