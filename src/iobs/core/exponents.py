@@ -29,7 +29,7 @@ def huffman(data: bytes) -> bytes:
 
 
 def inflated(code: bytes, most: int) -> bytes:
-    """What zlib made a code of, and no more memory than that may take.
+    """The bytes of which zlib made a code; no memory is taken for more of them than there may be.
 
     Args:
         code: the code, such as of `huffman`.

@@ -340,8 +340,8 @@ def _of_grid(body: bytes, name: str, entry: Entry) -> Tensor:
     codes = integers.codes
     if chosen is not None:
         codes = _scattered(codes.flatten()[: int(chosen.sum())], chosen).reshape(matrix.shape)
-    planes = torch.frombuffer(bytearray(exponents.inflated(scales, 2 * codes.numel())), dtype=torch.uint8).reshape(2, -1).T.contiguous()
-    steps = planes.view(_DTYPES[half]).float().reshape(len(codes), -1)
+    planes = torch.frombuffer(bytearray(exponents.inflated(scales, 2 * codes.numel())), dtype=torch.uint8)
+    steps = planes.reshape(2, -1).T.contiguous().view(_DTYPES[half]).float().reshape(len(codes), -1)
     dense = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)
     return dense if layout < 2 else dense.reshape(*entry.shape[:-2], entry.shape[-1], -1).transpose(-1, -2)
 
