@@ -301,7 +301,10 @@ def image_of(loaded: LoadedModel, workload: Workload) -> Tensor:
     if shape is None and isinstance(side, int):
         shape = (getattr(config, "num_channels", 3), side, side)
     if shape is None:
-        raise ModelError(f"{workload.model} does not say the shape of its input; give it: --shape 3,224,224.")
+        raise ModelError(
+            f"{workload.model} is no causal language model and does not say the shape of its pictures; give it: "
+            "--shape 3,224,224. Other models of text are not timed."
+        )
     dtype = next(loaded.module.parameters()).dtype
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 

@@ -191,10 +191,10 @@ def write_and_show(
         if packs:
             pack_directory(folder, temporary, torch.bfloat16)
     place.finish()
-    _show_report(report, place.output, loaded.source, as_json, packed=packs)
+    _show_report(report, place.output, loaded, as_json, packed=packs)
 
 
-def _show_report(report: Report, output: Path, model: str, as_json: bool, packed: bool) -> None:
+def _show_report(report: Report, output: Path, loaded: LoadedModel, as_json: bool, packed: bool) -> None:
     if as_json:
         console.print_json({"output": str(output), **report.as_dict()})
         return
@@ -215,12 +215,13 @@ def _show_report(report: Report, output: Path, model: str, as_json: bool, packed
     if packed:
         size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
         by_code = not (output / "config.json").is_file()  # code of the user builds the network
-        readers = "iobs.load and iobs bench" if by_code else "transformers, iobs run and iobs bench"
+        commands = ", iobs run and iobs bench" if loaded.task == "causal-lm" else " and iobs.load"
+        readers = "iobs.load and iobs bench" if by_code else f"transformers{commands}"
         out.print(f"Its weights are {size / 1e6:.2f} MB, packed: {readers} read them.")
     elif "rate" in str(report.settings.get("pattern", "")):  # alone, or beside zeros
         folder = shlex.quote(str(output))
         out.print(f"These files are dense; a file of the bits of the integers: iobs pack {folder} -o {folder}-packed")
-    beside = f" --beside {shlex.quote(model)}" if isinstance(report, StructuredReport) else ""
+    beside = f" --beside {shlex.quote(loaded.source)}" if isinstance(report, StructuredReport) else ""
     out.print(f"Speed and memory on this machine: iobs bench {shlex.quote(str(output))}{beside}")
 
 
