@@ -56,7 +56,10 @@ class Integers:
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The matrix (rows, columns): each entry is one product in float32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
-        return (self.codes.to(wide) * (self.factors[:, None] * self.steps).to(wide)).to(dtype)
+        dense = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
+        for part in _parts(self.codes):
+            dense[part] = self.codes[part].to(wide) * (self.factors[part, None] * self.steps).to(wide)
+        return dense
 
     def to(self, device: torch.device) -> Integers:
         """The same on a device."""
