@@ -80,6 +80,7 @@ def bits(tensor: Tensor) -> int:
 def _turned(words: NDArray[np.generic], places: int) -> NDArray[np.generic]:
     """Little-endian words whose bits are turned left: by one, the sign is the last bit and exponents the first byte."""
     size = words.dtype.itemsize
-    unsigned = words.view(f"u{size}").astype(f"<u{size}")
-    turned: NDArray[np.generic] = (unsigned << places) | (unsigned >> (8 * size - places))
+    unsigned = words.view(f"u{size}").astype(f"<u{size}", copy=False)
+    turned: NDArray[np.generic] = unsigned << places
+    turned |= unsigned >> (8 * size - places)  # type: ignore[misc]  # in place: matrices are large
     return turned
