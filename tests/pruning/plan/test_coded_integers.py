@@ -404,3 +404,14 @@ def test_budgets_as_text_and_not_in_rules_or_audits():
         iobs.Rule("0", pattern="60MB")
     with pytest.raises(PatternError, match="is the size of a file"):
         iobs.audit(network(), "60MB")
+
+
+def test_low_rates_are_kept_where_factors_of_rows_cannot_be_read_back():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 172, bias=False), torch.nn.ReLU(), torch.nn.Linear(172, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.exp(torch.randn(64)))
+        model[2].weight.mul_(torch.exp(torch.randn(172)))  # so rows of the first layer have prices that differ
+    dense = [iobs.Rule("2", dense=True)]
+    data = [torch.randn(64, 64) for _ in range(4)]
+    assert iobs.prune(model, data, iobs.Rate(0.6), "one-shot", curvature="fisher", rules=dense).bits_per_weight <= 0.6
