@@ -30,8 +30,8 @@ from iobs.models.weights import (
     fill_weights,
     plain_names,
     read_entries,
-    same_tensors,
 )
+from iobs.pruning.network.layers import same_tensors
 
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"

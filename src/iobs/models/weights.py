@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from iobs.errors import ModelError
-from iobs.pruning.network.layers import library_class
+from iobs.pruning.network.layers import library_class, same_tensors
 
 _NAMES = {
     torch.float64: "F64",
@@ -220,17 +219,6 @@ def _inside(module: nn.Module) -> str | None:
     if isinstance(module, library_class("torch._dynamo.eval_frame", "OptimizedModule")):
         return "_orig_mod"
     return "module" if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else None
-
-
-def same_tensors(state: Mapping[str, object]) -> list[list[str]]:
-    """Group the names of a state dict by tensor: tied tensors (same memory, shape, strides, dtype) share a group."""
-    groups: dict[object, list[str]] = defaultdict(list)
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            # Empty tensors all have the same address, so they are never tied.
-            place: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
-            groups[place].append(name)
-    return [*groups.values()]
 
 
 def _alone(tensor: Tensor, used: set[int]) -> Tensor:

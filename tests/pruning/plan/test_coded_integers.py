@@ -355,6 +355,14 @@ def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     assert 64_000 < lost < 64_000 + 8 * 100  # its name, shape, place and sum are in the header
 
 
+def test_budget_counts_tables_that_share_only_their_memory_once():
+    model, other = Reader(2048, True), Reader(2048, True)
+    other.head.weight = torch.nn.Parameter(other.table.weight.data)
+    budget = iobs.Budget(megabytes=0.2)
+    rates = [{own.bits for own in asked(each, budget).values()} for each in (model, other)]
+    assert rates[0] == rates[1]
+
+
 def test_rules_give_tables_a_rate_of_their_own_and_nothing_else():
     data = [{"input_ids": ids} for ids in rare_and_frequent()[:2]]
     rules = [iobs.Rule("head", pattern="rate:6")]

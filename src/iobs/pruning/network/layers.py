@@ -365,3 +365,15 @@ def _fused_experts(path: str, module: nn.Module) -> list[Layer]:
             rows, columns = parameter.shape[:0:-1] if transposed else parameter.shape[1:]
             layers += [Layer(path, (rows, columns), name, expert, transposed=transposed) for expert in range(count)]
     return layers
+
+
+def same_tensors(state: Mapping[str, object]) -> list[list[str]]:
+    """Group the names of a state dict by tensor: tied tensors (same memory, shape, strides, dtype) share a group."""
+    groups: dict[object, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            # All empty tensors have the same address, and so have all on the meta device.
+            here = value.numel() and not value.is_meta
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype) if here else id(value)
+            groups.setdefault(place, []).append(name)
+    return [*groups.values()]

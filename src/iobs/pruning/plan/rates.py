@@ -21,7 +21,7 @@ from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, same_tensors
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings, Rule
@@ -96,15 +96,15 @@ def rate_of(
             f"{budget} has no matrix to divide bits among: rules have the others, or their steps and tables would take "
             "as many bits as their weights."
         )
-    state = model.state_dict(keep_vars=True).items()
-    stored = {id(tensor): (name, tensor) for name, tensor in state if isinstance(tensor, Tensor)}
+    state = model.state_dict(keep_vars=True)
     weights = sum(layer.weights for layer in coded)
     codes = {id(layer.stored(model)) for layer in (*coded, *own)}
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
     digits = len(str(math.ceil(bits / 8)))
     rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
-    for place, (name, tensor) in stored.items():
-        plain, is_code = tensor.numel() * _bits_per_entry(tensor), place in codes
+    for names in same_tensors(state):
+        name, tensor = names[0], state[names[0]]
+        plain, is_code = tensor.numel() * _bits_per_entry(tensor), any(id(state[each]) in codes for each in names)
         kept = plain if is_code else min(plain, _dense_bits(tensor))
         summed = not is_code and kept == plain
         rest += kept + 8 * _header_bytes(name, tensor, digits, summed=summed, rounded=not is_code)
