@@ -11,7 +11,7 @@ import torch
 from families import prune_directory
 
 from iobs import load_packed, models, save_packed
-from iobs.core.outputs import beside, check_output
+from iobs.core.outputs import beside, check_output, existing
 from iobs.errors import OutputError
 from iobs.models import output
 
@@ -128,6 +128,11 @@ def test_output_directory_fills_the_target_of_a_link(tmp_path):
     link.symlink_to(link)
     with pytest.raises(OutputError, match="is a file"):
         check_output(link)
+
+
+def test_a_drive_that_does_not_exist_stands_for_its_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda place: False)
+    assert existing(tmp_path) == Path(tmp_path.anchor)
 
 
 def test_output_directory_fills_mount_points_from_within(tmp_path, monkeypatch):

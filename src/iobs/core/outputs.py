@@ -100,9 +100,10 @@ def absolute(directory: Path) -> Path:
 
 
 def existing(folder: str | Path) -> Path:
-    """The folder itself, or the nearest of its parents that exists; "~" is the home folder."""
+    """The folder itself, or the nearest of its parents that exists, or the root; "~" is the home folder."""
     path = absolute(Path(folder))
-    return next(place for place in (path, *path.parents) if place.exists())
+    places = (path, *path.parents)
+    return next((place for place in places if place.exists()), places[-1])  # Windows has drives that do not exist
 
 
 def require_empty(directory: Path, replaceable: Collection[str]) -> None:
