@@ -355,6 +355,14 @@ def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     assert 64_000 < lost < 64_000 + 8 * 100  # its name, shape, place and sum are in the header
 
 
+def test_budget_counts_numbers_of_float16_as_they_are_stored():
+    model, budget, rules = Reader(2048, False).half(), iobs.Budget(megabytes=0.3), [iobs.Rule("table", dense=True)]
+    rest = len(pack_tensor(model.table.weight.detach()))
+    usual, dense = asked(model, budget)["head"].bits, asked(model, budget, rules=rules)["head"].bits
+    lost = (8 * rest - usual * 2048 * 48) / (2048 * 48 + 2 * 48 * 96)
+    assert dense == pytest.approx(usual - lost, abs=0.01)
+
+
 def test_budget_counts_tables_that_share_only_their_memory_once():
     model, other = Reader(2048, True), Reader(2048, True)
     other.head.weight = torch.nn.Parameter(other.table.weight.data)

@@ -72,9 +72,9 @@ def rate_of(
 ) -> tuple[Rate, Selection]:
     """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices to prune.
 
-    What stays dense has the bits of a code of its exponents in bfloat16, at most 16 an entry; 16 where its values are
-    not here, as block by block, and in matrices to which a rule gives only zeros. Matrices whose steps and tables would
-    take more than `_MOST_SIDE` bits a weight are left dense.
+    What stays dense has the bits of a code of its exponents, in bfloat16 if it is wider, at most 16 an entry; 16 where
+    its values are not here, as block by block, and in matrices to which a rule gives only zeros. Matrices whose steps
+    and tables would take more than `_MOST_SIDE` bits a weight are left dense.
 
     Args:
         budget: of the file.
@@ -154,7 +154,7 @@ def _dense_bits(tensor: Tensor) -> float:
     """Bits of a tensor that keeps its numbers, by a code of their exponents; infinite where they are not here."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return math.inf
-    return exponents.bits(tensor.to(torch.bfloat16)) + _HEAD
+    return exponents.bits(tensor.to(torch.bfloat16) if tensor.element_size() > 2 else tensor) + _HEAD
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:
