@@ -15,6 +15,7 @@ from torch import Tensor
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype, by its bytes
 _LEVEL, _WINDOW, _MEMORY = 6, 15, 9  # zlib's
+_PART = 2**16  # numbers that are turned at once
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -22,13 +23,13 @@ def words_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(WORDS[tensor.element_size()])
 
 
-def huffman(data: bytes) -> bytes:
+def huffman(data: bytes | memoryview) -> bytes:
     """Bytes by a Huffman code, which `zlib.decompress` reads."""
     code = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW, _MEMORY, zlib.Z_HUFFMAN_ONLY)
     return code.compress(data) + code.flush()
 
 
-def inflated(code: bytes, most: int) -> bytes:
+def inflated(code: bytes | memoryview, most: int) -> bytes:
     """The bytes of which zlib made a code; no memory is taken for more of them than there may be.
 
     Args:
@@ -52,13 +53,15 @@ def encode(words: Tensor) -> tuple[bytes, bytes]:
     Args:
         words: (numbers,) of `words_of`, on the processor.
     """
-    size = words.element_size()
-    turned = _turned(words.numpy(), 1)
-    rows = turned.view(np.uint8).reshape(-1, size)
-    return huffman(rows[:, -1].tobytes()), rows[:, :-1].tobytes()
+    size, numbers = words.element_size(), words.numpy().view(f"u{words.element_size()}")
+    last, rest = np.empty(len(numbers), np.uint8), np.empty((len(numbers), size - 1), np.uint8)
+    for part in _parts(len(numbers)):
+        rows = _turned(numbers[part], 1).view(np.uint8).reshape(-1, size)
+        last[part], rest[part] = rows[:, -1], rows[:, :-1]
+    return huffman(last.data), rest.tobytes()
 
 
-def decode(code: bytes, rest: bytes, count: int, dtype: torch.dtype) -> Tensor:
+def decode(code: bytes | memoryview, rest: bytes | memoryview, count: int, dtype: torch.dtype) -> Tensor:
     """The numbers (count,) of a dtype, as `words_of` has them, of the result of `encode`.
 
     Raises:
@@ -66,9 +69,13 @@ def decode(code: bytes, rest: bytes, count: int, dtype: torch.dtype) -> Tensor:
         zlib.error: the code is damaged.
     """
     size = dtype.itemsize
-    last = np.frombuffer(inflated(code, count), np.uint8).reshape(count, 1)
-    rows = np.concatenate([np.frombuffer(rest, np.uint8).reshape(count, size - 1), last], 1)
-    words = _turned(rows.reshape(-1).view(f"<u{size}"), 8 * size - 1)
+    last = np.frombuffer(inflated(code, count), np.uint8).reshape(count)
+    others = np.frombuffer(rest, np.uint8).reshape(count, size - 1)
+    words = np.empty(count, f"u{size}")
+    for part in _parts(count):
+        rows = np.empty((len(last[part]), size), np.uint8)
+        rows[:, -1], rows[:, :-1] = last[part], others[part]
+        words[part] = _turned(rows.reshape(-1).view(f"<u{size}"), 8 * size - 1)
     return torch.from_numpy(words.view(f"i{size}" if size > 1 else np.uint8))
 
 
@@ -77,10 +84,14 @@ def bits(tensor: Tensor) -> int:
     return 8 * sum(map(len, encode(words_of(tensor.detach().cpu()))))
 
 
+def _parts(count: int) -> list[slice]:
+    """Parts of a list that stay in the cache."""
+    return [slice(start, start + _PART) for start in range(0, count, _PART)]
+
+
 def _turned(words: NDArray[np.generic], places: int) -> NDArray[np.generic]:
     """Little-endian words whose bits are turned left: by one, the sign is the last bit and exponents the first byte."""
     size = words.dtype.itemsize
-    unsigned = words.view(f"u{size}").astype(f"<u{size}", copy=False)
-    turned: NDArray[np.generic] = unsigned << places
-    turned |= unsigned >> (8 * size - places)  # type: ignore[misc]  # in place: matrices are large
+    unsigned = words.astype(f"<u{size}", copy=False)
+    turned: NDArray[np.generic] = (unsigned << places) | (unsigned >> (8 * size - places))
     return turned

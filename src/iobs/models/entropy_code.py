@@ -112,7 +112,7 @@ def encode(integers: Integers) -> bytes:
     return whole + _SUM.pack(zlib.crc32(whole))
 
 
-def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
+def decode(data: bytes | memoryview, name: str = "the matrix") -> list[Integers]:
     """The matrices whose bytes of `encode` follow each other.
 
     Args:
@@ -129,7 +129,7 @@ def decode(data: bytes, name: str = "the matrix") -> list[Integers]:
     return matrices
 
 
-def parts(data: bytes) -> tuple[int, dict[str, int]]:
+def parts(data: bytes | memoryview) -> tuple[int, dict[str, int]]:
     """Entries of matrices that follow each other, and bytes of their parts, from bytes that `decode` reads."""
     entries, total = 0, dict.fromkeys(("integers", "steps and factors", "classes and tables", "heads and sums"), 0)
     while data:
@@ -141,7 +141,7 @@ def parts(data: bytes) -> tuple[int, dict[str, int]]:
     return entries, total
 
 
-def _first(data: bytes, name: str) -> tuple[Integers, bytes]:
+def _first(data: bytes | memoryview, name: str) -> tuple[Integers, bytes | memoryview]:
     """The first matrix, and the bytes behind it."""
     from iobs.models import entropy_code_numba as kernel
 

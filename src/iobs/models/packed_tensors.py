@@ -132,7 +132,7 @@ def parts_of(data: bytes, name: str) -> dict[str, int]:
     return parts
 
 
-def _parts(form: int, body: bytes, entry: Entry) -> dict[str, int]:
+def _parts(form: int, body: memoryview, entry: Entry) -> dict[str, int]:
     """Bytes of the parts of a body, whose sum is its length; raises ValueError if they contradict each other."""
     count, length = math.prod(entry.shape), len(body)
     if form in (_MASK, _VALUES):
@@ -160,12 +160,12 @@ def _parts(form: int, body: bytes, entry: Entry) -> dict[str, int]:
     return parts
 
 
-def _opened(data: bytes, name: str) -> tuple[Entry, int, bytes]:
+def _opened(data: bytes, name: str) -> tuple[Entry, int, memoryview]:
     """Entry, form and body of checked bytes."""
     entry, (sum_of,) = entry_of(data, name), _SUM.unpack(data[-_SUM.size :])
-    if zlib.crc32(data[: -_SUM.size]) != sum_of:
+    if zlib.crc32(memoryview(data)[: -_SUM.size]) != sum_of:
         raise _damaged(name)
-    return entry, data[len(MARK)], data[_HEAD.size + 4 * len(entry.shape) : -_SUM.size]
+    return entry, data[len(MARK)], memoryview(data)[_HEAD.size + 4 * len(entry.shape) : -_SUM.size]
 
 
 def _damaged(name: str) -> ModelError:
@@ -189,7 +189,7 @@ def _coded(tensor: Tensor) -> tuple[int, bytes] | None:
     return None if body is None else (_GRID, body)
 
 
-def _of_integers(body: bytes, name: str, entry: Entry) -> Tensor:
+def _of_integers(body: memoryview, name: str, entry: Entry) -> Tensor:
     matrices = [matrix.weight(entry.dtype).flatten() for matrix in entropy_code.decode(body, repr(name))]
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
@@ -204,7 +204,7 @@ def _values_body(tensor: Tensor) -> bytes:
     return _VALUES_HEAD.pack(mask_form, len(code)) + written + code + rest
 
 
-def _of_values(body: bytes, name: str, entry: Entry) -> Tensor:
+def _of_values(body: memoryview, name: str, entry: Entry) -> Tensor:
     count = math.prod(entry.shape)
     mask_form, size = _VALUES_HEAD.unpack_from(body)
     chosen, body = _mask_of(body[_VALUES_HEAD.size :], mask_form, count)
@@ -213,7 +213,7 @@ def _of_values(body: bytes, name: str, entry: Entry) -> Tensor:
     return (values if chosen is None else _scattered(values, chosen)).view(entry.dtype)
 
 
-def _of_mask(body: bytes, name: str, entry: Entry) -> Tensor:
+def _of_mask(body: memoryview, name: str, entry: Entry) -> Tensor:
     chosen, body = _mask_of(body, _BITS, math.prod(entry.shape))
     words = exponents.WORDS[entry.dtype.itemsize]
     values = torch.frombuffer(bytearray(body), dtype=words) if body else torch.empty(0, dtype=words)
@@ -227,7 +227,7 @@ def _written_mask(mask: Tensor) -> tuple[int, bytes]:
     return (_CODED, _SIZE.pack(len(code)) + code) if _SIZE.size + len(code) < len(bits) else (_BITS, bits)
 
 
-def _mask_bytes(body: bytes, form: int, count: int) -> int:
+def _mask_bytes(body: memoryview, form: int, count: int) -> int:
     """Bytes of a mask of `count` entries, at the beginning of some bytes; raises ValueError if they are too few."""
     if form == _NO_MASK:
         return 0
@@ -242,7 +242,7 @@ def _mask_bytes(body: bytes, form: int, count: int) -> int:
     return size
 
 
-def _mask_of(body: bytes, form: int, count: int) -> tuple[Tensor | None, bytes]:
+def _mask_of(body: memoryview, form: int, count: int) -> tuple[Tensor | None, memoryview]:
     """The mask (count,) at the beginning of some bytes, None if there is none, and the bytes behind it."""
     if form == _NO_MASK:
         return None, body
@@ -331,7 +331,7 @@ def _in_rows(codes: Tensor) -> Tensor:
     return torch.nn.functional.pad(codes, (0, -len(codes) % _ROW)).reshape(-1, _ROW)
 
 
-def _of_grid(body: bytes, name: str, entry: Entry) -> Tensor:
+def _of_grid(body: memoryview, name: str, entry: Entry) -> Tensor:
     layout, bits, products, half, mask_form, group, size = _GRID_HEAD.unpack_from(body)
     scales, body = body[_GRID_HEAD.size : _GRID_HEAD.size + size], body[_GRID_HEAD.size + size :]
     matrix = _layouts(torch.empty(entry.shape, device="meta"))[layout]
