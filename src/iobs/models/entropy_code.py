@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.core.exponents import inflated
-from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, states_of
+from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, sides, states_of
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
@@ -101,7 +101,7 @@ def encode(integers: Integers) -> bytes:
     fitted = [_fitted(number, least, counts[number].long().numpy(), float(squares[number])) for number in numbers]
     tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
     states = states_of(codes.size)
-    scales = zlib.compress(_planes(_half(integers.steps)) + _planes(_half(integers.factors)), 9)
+    scales = sides(integers.steps, integers.factors)
     numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
     described = zlib.compress(numbers_of + tables.described(), 9)
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
@@ -262,18 +262,8 @@ def _fitted(
     return (number, *best, low, top), np.empty(0, np.uint8)
 
 
-def _half(values: Tensor) -> NDArray[np.uint16]:
-    """Numbers of at most 8 significant bits as the bits of bfloat16."""
-    return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-
-
-def _planes(values: NDArray[np.uint16]) -> bytes:
-    """The high bytes, then the low bytes: they compress better apart."""
-    return (values >> 8).astype(np.uint8).tobytes() + (values & 0xFF).astype(np.uint8).tobytes()
-
-
 def _from_planes(data: bytes, count: int) -> tuple[Tensor, bytes]:
-    """Numbers that `_planes` wrote, as float32, and the bytes behind them."""
+    """Numbers that `sides` wrote, as float32, and the bytes behind them."""
     high, low = (np.frombuffer(data, np.uint8, count, place).astype(np.uint16) for place in (0, count))
     values = torch.from_numpy(((high << 8) | low).view(np.int16)).view(torch.bfloat16).float()
     return values, data[2 * count :]

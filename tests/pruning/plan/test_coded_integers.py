@@ -160,7 +160,7 @@ def test_zeros_and_bits_of_convolutions_lie_along_input_channels():
     model = nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1))
     pattern = iobs.NM(2, 4) & Rate(6.0)
     report = iobs.prune(model, [torch.randn(16, 8, 8, 8) for _ in range(4)], pattern, "one-shot")
-    assert sum(row.bits for row in report.audit) <= 1.003 * 6.0 * (32 * 72 + 16 * 288)
+    assert sum(row.bits for row in report.audit) <= 1.005 * 6.0 * (32 * 72 + 16 * 288)
     kept = (model[0].weight != 0).reshape(32, 2, 4, 3, 3).sum(2)
     assert int(kept.max()) == 2
     assert max(layer.error_calibration for layer in report.layers) < 0.3

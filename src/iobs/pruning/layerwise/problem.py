@@ -11,7 +11,7 @@ from torch import Tensor
 from iobs.core import linalg
 from iobs.core.column_groups import Groups
 from iobs.core.grids import by_channel
-from iobs.core.integers import FACTOR_BITS, factor_bits, short, side_bits
+from iobs.core.integers import FACTOR_BITS, factor_bits, short, sides
 from iobs.core.masks import RowsOf, top_mask
 from iobs.core.patterns import NM, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
@@ -227,7 +227,7 @@ def _besides_factors(pattern: Pattern, scale: Tensor | None, columns: int) -> Pa
     """The pattern of rows with a scale (rows, 1): of a rate, what their factors leave."""
     if scale is None or not isinstance(pattern, Rate):
         return pattern
-    bits = pattern.bits - side_bits(1 / scale[:, 0].double()) / (len(scale) * columns)
+    bits = pattern.bits - 8 * len(sides(1 / scale[:, 0])) / (len(scale) * columns)
     return replace(pattern, bits=max(bits, pattern.bits / 2))
 
 
