@@ -306,7 +306,7 @@ def test_the_number_of_shared_experts_is_kept_if_it_equals_the_number_of_the_oth
         assert (mixture.num_shared_experts, mixture.num_routed_experts) == (6, 4)
 
 
-PLACES = ("parts.Expected.of", "parts.require_rebuilt", "run._seconds")  # before `finish` and after it
+PLACES = ("parts.Expected.of", "parts.require_rebuilt", "_seconds")  # before `finish` and after it
 IN_THE_LONG_SET = {("blocks", "parts.Expected.of"), ("experts", "parts.require_rebuilt")}
 
 

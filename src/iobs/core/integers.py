@@ -272,7 +272,7 @@ def matrices_of(tensor: Tensor) -> list[list[Tensor]]:
 
 
 def sides(*values: Tensor) -> bytes:
-    """What columns and rows have of their own, such as steps (columns,) and factors (rows,), as a file holds it.
+    """The bytes in a file of what columns and rows have of their own, such as steps (columns,) and factors (rows,).
 
     Args:
         values: numbers of at most 8 significant bits.
