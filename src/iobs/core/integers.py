@@ -214,8 +214,8 @@ class Classes:
         Returns:
             The integer, and counts (classes, integers) float64.
         """
-        most = max(0, int(self.rows.max() + self.columns.max()))
-        raw = torch.tensor([raw_bits(number) for number in range(most + 1)], dtype=torch.int32, device=codes.device)
+        numbers = range(self._count())
+        raw = torch.tensor([raw_bits(number) for number in numbers], dtype=torch.int32, device=codes.device)
         ends = [torch.stack(self._shifted(codes, part, raw)[1].aminmax()) for part in _parts(codes)]
         least, greatest = int(torch.stack(ends)[:, 0].min()), int(torch.stack(ends)[:, 1].max())
         width = greatest - least + 1
@@ -227,16 +227,23 @@ class Classes:
 
     def squares(self, codes: Tensor) -> Tensor:
         """Sums of the squares of the integers of each class, (classes,) float64."""
-        found = torch.zeros(max(0, int(self.rows.max() + self.columns.max())) + 1, dtype=torch.float64)
+        found = torch.zeros(self._count(), dtype=torch.float64)
         for part in _parts(codes):
-            table = (self.rows[part, None] + self.columns).clamp_(min=0)
-            found += torch.bincount(table.flatten(), codes[part].double().square().flatten(), len(found))
+            found += torch.bincount(self._table(part).flatten(), codes[part].double().square().flatten(), len(found))
         return found
 
     def _shifted(self, codes: Tensor, part: slice, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes (int64) of the entries of some rows, at least 0, and their integers without raw bits."""
-        table = (self.rows[part, None] + self.columns).clamp_(min=0)
+        """Classes of the entries of some rows, and their integers without raw bits."""
+        table = self._table(part)
         return table, codes[part] >> raw[table]
+
+    def _table(self, part: slice) -> Tensor:
+        """Classes of the entries of some rows (rows, columns), int64, at least 0."""
+        return (self.rows[part, None] + self.columns).clamp_(min=0)
+
+    def _count(self) -> int:
+        """One more than the greatest class of an entry."""
+        return max(0, int(self.rows.max() + self.columns.max())) + 1
 
 
 def looks_coded(tensor: Tensor) -> bool:

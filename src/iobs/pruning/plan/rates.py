@@ -73,8 +73,8 @@ def rate_of(
     """The rate of the matrices of a network whose file has the bytes of a budget, and the matrices to prune.
 
     What stays dense has the bits of a code of its exponents, in bfloat16 if it is wider, at most 16 an entry; 16 where
-    its values are not here, as block by block, and in matrices to which a rule gives only zeros. Matrices whose steps
-    and tables would take more than `_MOST_SIDE` bits a weight are left dense.
+    its values are not here, as in blocks in files, and in matrices to which a rule gives only zeros. Matrices whose
+    steps and tables would take more than `_MOST_SIDE` bits a weight are left dense.
 
     Args:
         budget: of the file.
