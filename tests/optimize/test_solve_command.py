@@ -10,7 +10,7 @@ from regression_commands import column, refused, run, write_table
 
 from iobs.data import tables
 from iobs.data.tables import read_table
-from iobs.errors import DataError, IOBSError, OutputError
+from iobs.errors import DataError, IOBSError, OtherRunError, OutputError
 from iobs.optimize.estimators import SparseClassifier
 
 
@@ -280,6 +280,19 @@ def test_near_and_certify_take_classes_and_bounds(limits, tmp_path, rng):
     assert model["near_optimal"]["complete"]
     assert model["near_optimal"]["models"][0]["features"] == ["c0", "c1"]
     assert model["certificate"].startswith(("a global minimiser", "within"))
+
+
+def test_a_proof_goes_on_from_its_checkpoint(tmp_path, rng):
+    X = rng.standard_normal((60, 12)) + rng.standard_normal((60, 1))
+    file = _csv(tmp_path / "t.csv", X, (X[:, :3].sum(axis=1) + 3 * rng.standard_normal(60) > 0).astype(int))
+    common = ("solve", file, "--target", "price", "--ridge", 0.01, "--checkpoint", tmp_path / "proof.npz")
+    stopped = json.loads(run(*common, "-k", 3, "--certify", 0, "--json"))["certificate"]
+    assert "(1 nodes" in stopped
+    whole = json.loads(run(*common, "-k", 3, "--certify", 60, "--json"))["certificate"]
+    assert whole.startswith(("a global minimiser", "within"))
+    with pytest.raises(OtherRunError, match="its k differ"):
+        run(*common, "-k", 2, "--certify", 60)
+    assert "--checkpoint" in refused("solve", file, "--target", "price", "--checkpoint", tmp_path / "proof.npz")
 
 
 def test_points_print_a_card_that_predicts(tmp_path, rng):

@@ -90,7 +90,7 @@ def solve(
         if proofs and result.card is None:
             steps.update(0, 0, "proving")
         if proofs.certify is not None and result.card is None:
-            model["certificate"] = _certificate(result, proofs.certify, steps)
+            model["certificate"] = _certificate(result, proofs.certify, proofs.checkpoint, steps)
         if proofs.near is not None:
             seconds = _PROOF_SECONDS if proofs.certify is None else proofs.certify
             model["near_optimal"] = _near_optimal(result, proofs.near, seconds)
@@ -125,7 +125,7 @@ def _check_outputs(output: Path | None, plot: Path | None, data: Path) -> None:
             )
 
 
-def _certificate(result: SolveResult, seconds: float, steps: console.ConsoleSteps) -> str:
+def _certificate(result: SolveResult, seconds: float, checkpoint: Path | None, steps: console.ConsoleSteps) -> str:
     """The result of `certify` in words; its progress is shown."""
     from iobs.errors import NotPositiveDefiniteError, ProblemError
     from iobs.optimize.bounds.branch_and_bound import certify
@@ -141,6 +141,7 @@ def _certificate(result: SolveResult, seconds: float, steps: console.ConsoleStep
             lower=lower,
             upper=upper,
             on_progress=lambda state: steps.update(0, 0, f"proving: {state}"),
+            checkpoint=checkpoint,
         ).message
     except (NotPositiveDefiniteError, ProblemError) as error:
         return f"1-swap optimal; no bound: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -147,11 +148,14 @@ class Proofs:
 
     Attributes:
         certify (SECONDS): Bound the distance from the best support.
+        checkpoint: Of --certify: file (.npz) that keeps the unfinished proof; a later run with the same options goes on
+            from there.
         near (GAP): List every choice of k columns whose loss is at most this share above the best, 0.02 or 2%, with a
             proof that none is missing. The time limit is that of --certify, else 60 s.
     """
 
     certify: Annotated[float | None, typer.Option(min=0)] = None
+    checkpoint: Path | None = None
     near: Annotated[float | None, typer.Option(parser=_gap)] = None
 
     def __bool__(self) -> bool:
@@ -168,6 +172,8 @@ class Proofs:
                 raise typer.BadParameter(f"it proves nothing {name}", param_hint="--certify or --near")
         if self.certify is not None and not self.certify < math.inf:
             raise typer.BadParameter("give a finite number", param_hint="--certify")
+        if self.checkpoint is not None and self.certify is None:
+            raise typer.BadParameter("it belongs to --certify", param_hint="--checkpoint")
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,7 @@ class ColumnSelection:
             "--interactions": columns.interactions,
             "bounds on coefficients": limits,
             "--certify or --near": knockoff and proofs,
+            "--checkpoint": proofs.checkpoint is not None,
             "--near": proofs.near is not None and not knockoff,
         }
         refused = [name for name, value in others.items() if value]

@@ -95,7 +95,8 @@ def minimize(
         objective: one of `iobs.objectives`, any `Objective`, or an `iobs.Quadratic` of one row.
         k: largest number of non-zeros; forced coordinates (such as an intercept) are not counted.
         method: "auto" (best known), "exact" (the best support, proved, however long it takes; Ctrl+C ends the proof,
-            and the message has the gap), a name in `iobs.optimize.methods.METHODS`, or an instance.
+            and the message has the gap; `Exact(checkpoint=FILE)` of `iobs.optimize.methods.best_known` goes on from a
+            file), a name in `iobs.optimize.methods.METHODS`, or an instance.
         theta0: start (d,), possibly dense; zero if not given.
         damping: relative to mean diag(H), for methods that factorise H or an approximation of it; None lets the method
             choose. "regularised_newton", "cubic_newton", "nhtp" and "fnhtp" adapt their damping or have none, and
@@ -205,6 +206,8 @@ def _method(method: str | Method) -> Method:
 
 
 def _bounded(method: str | Method, bounds: Bounds) -> Method:
+    if isinstance(method, Exact):
+        return replace(method, bounds=bounds)
     if method not in ("auto", "exact"):
         raise ProblemError('Bounds on the coefficients work with the methods "auto" and "exact" only.')
     return BestKnown(bounds=bounds) if method == "auto" else Exact(bounds=bounds)

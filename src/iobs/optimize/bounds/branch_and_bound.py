@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,6 +70,7 @@ def certify(
     lower: float | VectorLike | None = None,
     upper: float | VectorLike | None = None,
     on_progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Certificate:
     """Bound the best value over all supports of k coordinates.
@@ -78,7 +80,9 @@ def certify(
     is and the narrower the bounds are. Without either, bounds on the coefficients are derived from the data where there
     are more samples than columns.
 
-    An interruption (Ctrl+C) ends the search and returns the gap so far.
+    An interruption (Ctrl+C) ends the search and returns the gap so far. With a checkpoint a later call goes on, also in
+    another process; the limits are then those of this call, and nodes and seconds in the certificate those of all. All
+    is then left to the search with the relaxation.
 
     Args:
         objective: a convex objective of `iobs.objectives`, or an `iobs.Quadratic` of one row. Of an objective with
@@ -91,6 +95,8 @@ def certify(
         lower: least value of every coefficient, at most 0; as `iobs.minimize`.
         upper: largest value of every coefficient, at least 0.
         on_progress: called with a `ProofProgress` every half a second by the search with the relaxation.
+        checkpoint: file (.npz) from which to go on if it exists; it is written every two minutes and at the end, also
+            of an interruption, and stays afterwards.
         seed: random seed of the search for a first support.
 
     Raises:
@@ -98,11 +104,12 @@ def certify(
             is a quadratic but no least squares, has forced coordinates, or the time is too short to see all columns; a
             limit is negative or NaN; `fit` is not a `Fit` of at most k coordinates.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
+        CheckpointError: the checkpoint is of another problem or gap, damaged, or no checkpoint of a proof.
     """
     require_limits(gap=gap, seconds=seconds, max_nodes=max_nodes)
     objective = as_objective(objective)
     bounds = Bounds.on_objective(lower, upper, objective)
-    general = not objective.quadratic or isinstance(objective, Tabled) or bounds is not None
+    general = not objective.quadratic or isinstance(objective, Tabled) or bounds is not None or checkpoint is not None
     if not isinstance(objective, LeastSquares) and objective.quadratic:
         require_storable("Branch and bound stores H", objective.dimension)
     problem = Problem(objective, k, rng=generator_of(seed))
@@ -117,7 +124,7 @@ def certify(
     if fit is not None and np.setdiff1d(fit.support, problem.forced).size > k * objective.outputs:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
     if general:
-        return certify_convex(problem, bounds, fit, limits, on_progress)
+        return certify_convex(problem, bounds, fit, limits, on_progress, checkpoint)
     proved: Certificate | None = None
     try:
         for certificate in _proofs(problem, fit, limits, on_progress):

@@ -61,6 +61,10 @@ class ProofLimits:
         """Seconds since the begin."""
         return time.perf_counter() - self.begun
 
+    def after(self, seconds: float, nodes: int) -> ProofLimits:
+        """The same limits beyond what earlier processes have used; the begin moves back by their seconds."""
+        return ProofLimits(self.gap, self.begun - seconds, self.seconds + seconds, self.max_nodes + nodes)
+
 
 def require_limits(**limits: float) -> None:
     """Check limits of a search by their names.

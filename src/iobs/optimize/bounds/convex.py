@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from iobs.errors import ProblemError
+from iobs.errors import CheckpointError, ProblemError
 from iobs.optimize.bounds.certificate import Certificate, ProofLimits, negligible, relative_gap, summarised
+from iobs.optimize.bounds.checkpoint import ProofCheckpoint, SavedProof, identity_of
 from iobs.optimize.bounds.convex_tree import OUT_OF_TIME, ConvexTree
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.bounds.reach import OutOfTimeError, reached
@@ -107,13 +109,25 @@ class FeatureProblem:
         size = min(problem.k, int(candidates.sum()))
         return cls(problem, owner, candidates, size, bounds)
 
-    def relaxable(self, fit: Fit, ceiling: float, deadline: float = np.inf) -> SparseConvex:
+    def identity(self, gap: float) -> dict[str, Array]:
+        """Settings and values that tell this problem, to be proved up to a gap, from others."""
+        infinite = np.full(self.owner.size, np.inf)
+        bounds = Bounds(-infinite, infinite) if self.bounds is None else self.bounds
+        return identity_of(
+            self.problem.objective, k=self.size, candidates=self.candidates, lower=bounds.lower, upper=bounds.upper,
+            gap=gap,
+        )  # fmt: skip
+
+    def relaxable(
+        self, fit: Fit, ceiling: float, deadline: float = np.inf, saved: SavedProof | None = None
+    ) -> SparseConvex:
         """f with its ridge and bounds, as the search needs it.
 
         Args:
             fit: a known fit.
             ceiling: value up to which bounds must hold.
             deadline: of the search for bounds, on `time.perf_counter`.
+            saved: an earlier search, whose bounds are taken.
 
         Raises:
             ProblemError: the data do not bound a coefficient without ridge and bounds.
@@ -126,6 +140,8 @@ class FeatureProblem:
         form = searched(objective)
         if isinstance(form, QuadraticObjective):
             ridge = ridge + separable_part(form.matrix - np.diag(ridge))
+        if saved is not None:
+            return SparseConvex(form, self.owner, ridge, saved.lower, saved.upper)
         convex = SparseConvex(form, self.owner, ridge, bounds.lower, bounds.upper)
         excluded = convex.coordinates(~self.candidates)  # a copy without ridge would have infinite costs
         convex = convex.within(np.flatnonzero(excluded), 0.0, 0.0)
@@ -183,14 +199,29 @@ class CertificateSearch(ConvexTree):
         fit: the best fit known.
         limits: when to stop.
         on_progress: called every half a second.
+        checkpoint: the file from which the search goes on, and which it writes.
+
+    Raises:
+        CheckpointError: the file cannot be written.
     """
 
     def __init__(
-        self, features: FeatureProblem, fit: Fit, limits: ProofLimits, on_progress: Progress | None = None
+        self,
+        features: FeatureProblem,
+        fit: Fit,
+        limits: ProofLimits,
+        on_progress: Progress | None = None,
+        checkpoint: ProofCheckpoint | None = None,
     ) -> None:
         self.best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
-        problem = features.relaxable(fit, fit.value, limits.deadline)
+        self._checkpoint, saved = checkpoint, None if checkpoint is None else checkpoint.saved
+        problem = features.relaxable(fit, fit.value, limits.deadline, saved)
         super().__init__(problem, features.size, features.candidates, features.bounds)
+        if saved is not None:
+            self.go_on_from(saved.state)
+        failed = self.save()
+        if failed:  # before any work
+            raise CheckpointError(failed)
 
     @property
     def limit(self) -> float:
@@ -203,27 +234,53 @@ class CertificateSearch(ConvexTree):
             self.best = fit
 
     def stopped(self) -> str:
-        """Report the progress; never a reason to stop."""
+        """Report the progress, and save the search where that is due; stop where it cannot be saved."""
         elapsed = self.limits.elapsed()
         if self._report is not None and elapsed >= self._next:
             self._next = elapsed + _REPORT
             gap = relative_gap(self.lower, self.best.value)
             count = len(self._open) + len(self._stack)
             self._report(ProofProgress(self.lower, self.best.value, gap, self.nodes, count, elapsed))
-        return ""
+        return self.save() if self._checkpoint is not None and self._checkpoint.due else ""
+
+    def save(self) -> str:
+        """Write the checkpoint, if there is one; return why that failed, or ""."""
+        if self._checkpoint is None:
+            return ""
+        lower, upper = self.problem.lower, self.problem.upper
+        return self._checkpoint.write(SavedProof(self.state, self.best, lower, upper, self.limits.elapsed()))
 
 
 def certify_convex(
-    problem: Problem, bounds: Bounds | None, fit: Fit | None, limits: ProofLimits, on_progress: Progress | None
+    problem: Problem,
+    bounds: Bounds | None,
+    fit: Fit | None,
+    limits: ProofLimits,
+    on_progress: Progress | None,
+    file: str | Path | None = None,
 ) -> Certificate:
     """The certificate of a convex objective; an interruption ends the search with what is proved.
 
     The search for a first fit ends, after a stage, at half of the time.
 
+    Args:
+        problem: f and k.
+        bounds: of all coordinates; None without any.
+        fit: the best fit known; None to find one.
+        limits: when to stop; beyond what an earlier process has used.
+        on_progress: called every half a second.
+        file: of the checkpoint; None for none.
+
     Raises:
         ProblemError: as `FeatureProblem`.
+        CheckpointError: as `ProofCheckpoint`.
     """
     features = FeatureProblem.of(problem.without_copies() if bounds is None else problem, bounds)
+    checkpoint = None if file is None else ProofCheckpoint(file, features.identity(limits.gap))
+    if checkpoint is not None and checkpoint.saved is not None:
+        saved = checkpoint.saved
+        limits = limits.after(saved.seconds, saved.state.nodes)
+        fit = saved.fit if fit is None or saved.fit.value <= fit.value else fit
     search: CertificateSearch | None = None
     try:
         for found in features.first_fits() if fit is None else ():
@@ -231,7 +288,7 @@ def certify_convex(
             if limits.elapsed() > 0.5 * limits.seconds:
                 break
         assert fit is not None
-        search = CertificateSearch(features, fit, limits, on_progress)
+        search = CertificateSearch(features, fit, limits, on_progress, checkpoint)
         reason = search.run(limits.deadline, limits.max_nodes)
     except KeyboardInterrupt:
         reason = INTERRUPTED
@@ -239,6 +296,7 @@ def certify_convex(
         reason = OUT_OF_TIME
     if search is None:
         return unproved(problem, bounds, fit, limits, reason)
+    reason = "; ".join(filter(None, (reason, search.save())))
     best = _on_given(problem.objective, search.best, features.bounds)
     start = problem.at_zero[0]
     # The bounds have their margins subtracted. Values that are equal up to rounding close a tree without open nodes.

@@ -54,6 +54,23 @@ class ConvexNode:
         return 400 + self.used.nbytes + self.free.nbytes + self.places.nbytes + self.values.nbytes
 
 
+@dataclass(frozen=True)
+class TreeState:
+    """A search between two nodes, from which it can go on.
+
+    Attributes:
+        open: nodes that are left, in the order in which they are opened again: the least bound last.
+        nodes: number of nodes looked at.
+        dropped: the least bound of a node that was dropped.
+        margin: the largest allowance for rounding.
+    """
+
+    open: list[ConvexNode]
+    nodes: int
+    dropped: float
+    margin: float
+
+
 class ConvexTree(ABC):
     """Best-first branch and bound that can be stopped and continued.
 
@@ -113,6 +130,20 @@ class ConvexTree(ABC):
     def lower(self) -> float:
         """A proved lower bound on f over all supports."""
         return min(self.left, self.best.value)
+
+    @property
+    def state(self) -> TreeState:
+        """The state between two nodes; after an interruption a node may be there beside its children."""
+        by_bound = [node for _, _, node in sorted(self._open, key=lambda entry: entry[:2], reverse=True)]
+        return TreeState([*by_bound, *self._stack, *self._children_left], self.nodes, self.dropped, self.margin)
+
+    def go_on_from(self, state: TreeState) -> None:
+        """Take the place of a search with the same bounds on coefficients and at most the same limit."""
+        self.nodes, self.dropped, self.margin = state.nodes, state.dropped, state.margin
+        self._open.clear()
+        self._stored = 0
+        for node in state.open:
+            self._push(node)
 
     def run(self, deadline: float, max_nodes: int) -> str:
         """Search until no node is left below the limit, or a limit is reached; return which one, or ""."""

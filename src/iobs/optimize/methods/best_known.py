@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from iobs.optimize.bounds.branch_and_bound import certify
 from iobs.optimize.methods.base import Method, State
@@ -63,7 +64,12 @@ class Exact(BestKnown):
     """The stages of the best known search, one per step, and a proof as the last step.
 
     An interruption (Ctrl+C) during the proof ends it; the message then has the gap.
+
+    Attributes:
+        checkpoint: file from which the proof goes on; as `iobs.certify`.
     """
+
+    checkpoint: str | Path | None = None
 
     def step(self, problem: Problem, state: State) -> State:
         """Run the next stage, or the proof if there is none."""
@@ -74,6 +80,9 @@ class Exact(BestKnown):
         features = problem.objective.split(new.theta)[0].size
         lower = None if self.bounds is None else self.bounds.lower[:features]
         upper = None if self.bounds is None else self.bounds.upper[:features]
-        proof = certify(problem.objective, problem.k, fit=fit, gap=0.0, seconds=math.inf, lower=lower, upper=upper)
+        proof = certify(
+            problem.objective, problem.k, fit=fit, gap=0.0, seconds=math.inf, lower=lower, upper=upper,
+            checkpoint=self.checkpoint,
+        )  # fmt: skip
         best = proof.fit
         return replace(new, theta=best.theta, value=best.value, gradient=best.gradient, message=proof.message)
