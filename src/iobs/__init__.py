@@ -12,8 +12,4 @@ _register()
 __version__ = "0.1.0"
 # Pages name functions of these rooms by their place, as `iobs.solvers.solve_many`.
 _ROOMS = ("data", "evaluate", "exports", "inference", "models", "pruning", "solvers", "vocabulary")
-__getattr__, __all__ = _lazy_names(__name__, __file__, _ROOMS)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__getattr__, __dir__, __all__ = _lazy_names(__name__, __file__, _ROOMS)

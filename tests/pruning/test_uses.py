@@ -73,6 +73,7 @@ def test_dir_shows_exactly_the_public_names():
     assert set(dir(iobs)) == {*iobs.__all__, "__version__"}
     for name in iobs.__all__:
         assert getattr(iobs, name) is not None
+    assert set(dir(iobs.data)) == {*iobs.data.__all__}
 
 
 def test_no_public_function_has_more_than_13_parameters():

@@ -31,8 +31,10 @@ def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return "torch" in sys.modules and isinstance(value, torch.Tensor)
 
 
-def lazy_names(package: str, file: str, rooms: Iterable[str] = ()) -> tuple[Callable[[str], object], list[str]]:
-    """Make the `__getattr__` and the `__all__` of a package, whose names are imported on first use.
+def lazy_names(
+    package: str, file: str, rooms: Iterable[str] = ()
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Make `__getattr__`, `__dir__` and `__all__` of a package, whose names are imported on first use.
 
     Its stub, `__init__.pyi`, is the list: a line `from HOME import NAME as NAME` for each public name. Type checkers
     and editors read the same file. A pattern finds its lines, because `import ast` takes long.
@@ -56,4 +58,7 @@ def lazy_names(package: str, file: str, rooms: Iterable[str] = ()) -> tuple[Call
         setattr(sys.modules[package], name, value)
         return value
 
-    return __getattr__, public
+    def __dir__() -> list[str]:
+        return [*public, *{"__version__"}.intersection(vars(sys.modules[package]))]
+
+    return __getattr__, __dir__, public

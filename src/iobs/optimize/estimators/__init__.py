@@ -5,4 +5,4 @@ Names are imported on first use: a regression loads neither knockoffs nor graphs
 
 from iobs.core.late import lazy_names as _lazy_names
 
-__getattr__, __all__ = _lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = _lazy_names(__name__, __file__)
