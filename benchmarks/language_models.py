@@ -3,44 +3,85 @@
     python benchmarks/language_models.py [MODEL] [--patterns 0.5 0.6 0.7 2:4 4:8] [--methods NAME...]
 
 MODEL is a directory of transformers; by default SmolLM2-135M as `real_models.py smollm2` beside zoo.py makes it.
-Calibration: 64 windows of 512 tokens of C4. Judged on 32 windows of 1,024 tokens each of WikiText-2 (test) and of other
-documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone. Peers are written here or in the
-library and run by the same evaluation; "divided" peers take our division among layers and rows.
+Calibration: the first 64 windows of 512 tokens of C4, or fewer. Judged on 32 windows of 1,024 tokens each of WikiText-2
+(test) and of other documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone. Peers are written
+here or in the library and run by the same evaluation; "divided" peers take our division among layers and rows.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from alps_like import ALPSLike
 from rows import Row, Rows, measured, parser, stamp
-from torch import Tensor
+from torch import Tensor, nn
 
 import iobs
 from iobs import models
 from iobs.evaluate import perplexity
-from iobs.pruning.recipe import Recipe
+from iobs.pruning.recipe import Recipe, Rule
 
 MODEL = Path.home() / ".cache" / "iobs-real-models" / "smollm2"
 WINDOWS, LENGTH, BATCH = 64, 512, 4
 JUDGED, JUDGED_LENGTH = 32, 1024
 PATTERNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
 DENSE = "dense"
-METHODS: dict[str, Recipe | str] = {
+OUTLIER, SPREAD = 5.0, 0.08  # of OWL: times the mean score, and the largest change of a block's share
+Batch = dict[str, Tensor]
+
+
+def owl(model: nn.Module, batches: list[Batch], pattern: str) -> Recipe:
+    """SparseGPT with the shares of OWL (Yin et al., 2024): blocks with more outliers of |w_ij| norm(x_j) stay denser.
+
+    Raises:
+        ValueError: the pattern is no share of zeros.
+    """
+    sparsity, squares, taken = float(pattern), dict[str, Tensor](), []
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and ".layers." in name
+    }
+
+    def add(name: str, inputs: Tensor) -> None:
+        squares[name] = squares.get(name, torch.zeros(())) + inputs.flatten(0, -2).square().sum(0)
+
+    for name, layer in layers.items():
+        taken.append(layer.register_forward_pre_hook(lambda _, inputs, name=name: add(name, inputs[0])))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for handle in taken:
+        handle.remove()
+    blocks = dict.fromkeys(name[: name.index(".", name.index(".layers.") + 8)] for name in layers)
+    outliers = torch.zeros(len(blocks))
+    for number, block in enumerate(blocks):
+        inside = [name for name in layers if name.startswith(f"{block}.")]
+        scores = [layers[name].weight.detach().abs() * squares[name].sqrt() for name in inside]
+        above = sum(int((score > OUTLIER * score.mean()).sum()) for score in scores)
+        outliers[number] = above / sum(score.numel() for score in scores)
+    kept = (outliers - outliers.min()) / (outliers.max() - outliers.min()) * 2 * SPREAD
+    shares = sparsity - (kept - kept.mean())
+    rules = [Rule(f"{block}.*", float(share)) for block, share in zip(blocks, shares, strict=True)]
+    return Recipe(solver="sparsegpt", rules=tuple(rules))
+
+
+METHODS: dict[str, Recipe | str | Callable[[nn.Module, list[Batch], str], Recipe]] = {
     "magnitude": Recipe(solver="magnitude"),
     "Wanda": Recipe(solver="wanda"),
     "SparseGPT": Recipe(solver="sparsegpt"),
     "SparseGPT, divided": Recipe.preset("one-shot").but(solver="sparsegpt", target="layer"),
+    "SparseGPT, OWL": owl,
     "ALPS-like": Recipe(solver=ALPSLike()),
     "one-shot, equal shares": Recipe(target="residual"),
     "one-shot": "one-shot",
     "fast": "fast",
     "best": "best",
 }
+FEWER_WINDOWS = {f"one-shot, {windows} windows": windows for windows in (8, 16, 32)}
+METHODS |= dict.fromkeys(FEWER_WINDOWS, "one-shot")
 QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
 
 
@@ -76,9 +117,13 @@ def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) ->
     model = models.load(str(folder), dtype=torch.float32).module
     row: Row = {"zeros": 0.0, "seconds": 0.0, "processor_seconds": 0.0}
     if method != DENSE:
-        batches = [{"input_ids": windows} for windows in text["calibration"].split(BATCH)]
+        calibration = text["calibration"][: FEWER_WINDOWS.get(method)]
+        batches = [{"input_ids": windows} for windows in calibration.split(BATCH)]
         with measured() as work:
-            report = iobs.prune(model, batches, pattern, METHODS[method])
+            recipe = METHODS[method]
+            report = iobs.prune(
+                model, batches, pattern, recipe(model, batches, pattern) if callable(recipe) else recipe
+            )
         row = {"zeros": sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)}
         row |= work.fields()
     return row | {name: perplexity(model, text[name]) for name in ("WikiText-2", "C4")}
@@ -88,10 +133,11 @@ def tables(rows: list[Row]) -> str:
     """The page: one table for each pattern."""
     lines = ["# A language model of 135 million parameters", "", "Made by `python benchmarks/language_models.py`.", ""]
     lines += [
-        "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate. "
-        "Perplexity on WikiText-2 and on other documents of C4; processor seconds of `iobs.prune` on one thread, and "
-        "their ratio to SparseGPT's where one machine measured both. Peers give every layer the same share unless "
-        "divided. Other ones were not run.",
+        "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate "
+        "where nothing else is said. Perplexity on WikiText-2 and on other documents of C4; processor seconds of "
+        "`iobs.prune` on one thread, and their ratio to SparseGPT's where one machine measured both. Peers give every "
+        "layer the same share unless divided, or by OWL, which gives it to blocks by their outliers. Other ones were "
+        "not run.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]
