@@ -149,6 +149,7 @@ benchmarks: setup
 	$(BIN)/python benchmarks/busy_machine.py
 	$(BENCHMARK)/depth.py $(AGAIN)
 	$(BENCHMARK)/language_models.py --data $(DATA) $(AGAIN)
+	$(BENCHMARK)/encoders.py --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/bytes_on_disk.py --data $(DATA) $(AGAIN)
 	$(BENCHMARK)/scale.py --model 1024 --layers 1 --threads 1
 	$(BENCHMARK)/scale.py --model 1.1b --layers 1 --threads 1

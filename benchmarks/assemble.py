@@ -15,6 +15,7 @@ import busy_machine
 import bytes_on_disk
 import chita_report
 import depth
+import encoders
 import equal_bytes
 import exports
 import grid_layers
@@ -89,6 +90,7 @@ SECTIONS = (
         "a real language model, ours and peers",
         (("50 % zeros", "A language model of 135 million parameters, 50 % zeros (perplexity)"),),
     ),
+    Section("encoders", encoders.tables, "sentence encoders with zeros, ours and peers"),
     Section("networks", networks_report.tables, "accuracy against sparsity, ours and peers, on five networks"),
     Section("networks", chita_report.tables, "the strongest peer: its authors' figures beside ours", page="chita"),
     Section("resnet20_oneshot", resnet20_oneshot.tables, "the solvers alone, on one network"),

@@ -145,7 +145,7 @@ def tables(rows: list[Row]) -> str:
         chosen = {row["method"]: row for row in rows if row["pattern"] == pattern and row["method"] != DENSE}
         plain = chosen.get("SparseGPT")
         lines += [
-            f"## {_shown(pattern)}",
+            f"## {shown_pattern(pattern)}",
             "",
             "| method | WikiText-2 | C4 | seconds | / SparseGPT |",
             "|---|---|---|---|---|",
@@ -162,7 +162,7 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _shown(pattern: str) -> str:
+def shown_pattern(pattern: str) -> str:
     return pattern if ":" in pattern else f"{float(pattern):.0%} zeros".replace("%", " %")
 
 
