@@ -98,7 +98,7 @@ def test_a_killed_write_leaves_nothing(llama, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packed_files, "pack_tensor", stop)
+    monkeypatch.setattr(packed_files, "pack_code", stop)
     with pytest.raises(KeyboardInterrupt):
         iobs.save_packed(llama[0], tmp_path / "packed")
     assert not [*tmp_path.iterdir()]

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from iobs.core.files import PACKED, expanded, is_packed_file, weight_files
 from iobs.errors import ModelError, NonFiniteError
 from iobs.models.output import copy_companions
-from iobs.models.packed_tensors import MOST_HEAD, entry_of, has_codes, pack_tensor, parts_of, unpack_tensor
+from iobs.models.packed_tensors import (
+    MOST_HEAD,
+    entry_of,
+    is_short,
+    pack_code,
+    pack_values,
+    parts_of,
+    shortest,
+    unpack_tensor,
+)
 from iobs.models.ready import fill_packed, read_ready, weight_of
 from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_entries
 from iobs.pruning.runtime.scratch import scratch_folder
@@ -255,20 +264,24 @@ def _mapped(file: Path, name: str) -> Tensor:
 
 
 def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[bytes | None, Tensor]:
-    """The packed tensor, None if it is stored as it is; and the tensor in the dtype that is stored."""
-    data = pack_tensor(tensor)
-    if dtype is not None and _is_wider(tensor, dtype) and not (data is not None and has_codes(data)):
+    """The packed tensor, None if it is stored as it is; and the tensor in the dtype that is stored.
+
+    A code is looked for first, since it takes no other dtype.
+    """
+    code = pack_code(tensor)
+    if is_short(code, tensor):
+        return code, tensor
+    if code is None and dtype is not None and _is_wider(tensor, dtype):
         rounded = tensor.to(dtype)
         if bool((rounded.isinf() & ~tensor.isinf()).any()):
             raise NonFiniteError(f"{name} has numbers that are too large for {dtype}; bfloat16 holds them.")
-        tensor, data = rounded, pack_tensor(rounded)
+        tensor = rounded
     halves = [half for half in _HALVES if _is_wider(tensor, half) and torch.equal(tensor.to(half).to(tensor), tensor)]
-    if halves:
-        narrow = tensor.to(halves[0])
-        other = pack_tensor(narrow)
-        if (narrow.nbytes if other is None else len(other)) < (tensor.nbytes if data is None else len(data)):
-            return other, narrow
-    return data, tensor
+    narrow = tensor.to(halves[0]) if halves else tensor
+    data = shortest([pack_values(narrow)], narrow)
+    if code is not None and len(code) < (narrow.nbytes if data is None else len(data)):
+        return code, tensor
+    return data, narrow
 
 
 def _is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:

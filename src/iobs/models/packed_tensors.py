@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -56,29 +56,49 @@ _MOST_DISTINCT = 0.88  # share of the magnitudes of a group that differ, above w
 
 def pack_tensor(tensor: Tensor) -> bytes | None:
     """The bytes of a tensor; None if no form is shorter than the tensor."""
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.ndim > _MOST_DIMENSIONS:
+    code = pack_code(tensor)
+    return shortest([code] if is_short(code, tensor) else [code, pack_values(tensor)], tensor)
+
+
+def pack_code(tensor: Tensor) -> bytes | None:
+    """The bytes of a tensor of integers times steps, or on a grid; None for others."""
+    if not _is_packable(tensor) or tensor.element_size() == 1:  # torch cannot say the signs of floats of 8 bits
         return None
-    wide = tensor.element_size() > 1  # torch cannot say the signs of floats of 8 bits
-    encoded = _coded(tensor) if wide and not bool((tensor == 0).logical_and(tensor.signbit()).any()) else None
-    if encoded is None or len(encoded[1]) > tensor.numel():  # values take a byte and more, unless there are many zeros
-        values = _values_body(tensor)
-        if encoded is None or len(values) < len(encoded[1]):
-            encoded = _VALUES, values
-    form, body = encoded
+    negative_zeros = bool((tensor == 0).logical_and(tensor.signbit()).any())
+    found = None if negative_zeros else _coded(tensor)
+    return None if found is None else _whole(*found, tensor)
+
+
+def pack_values(tensor: Tensor) -> bytes | None:
+    """The bytes of a tensor of any floating-point values; None for others."""
+    return _whole(_VALUES, _values_body(tensor), tensor) if _is_packable(tensor) else None
+
+
+def is_short(code: bytes | None, tensor: Tensor) -> bool:
+    """True if values cannot be shorter than a code: they take a byte and more, unless there are many zeros."""
+    return code is not None and len(code) <= tensor.numel()
+
+
+def shortest(forms: Iterable[bytes | None], tensor: Tensor) -> bytes | None:
+    """The shortest of some forms of a tensor; None if the tensor itself is as short."""
+    found = min((form for form in forms if form is not None), key=len, default=None)
+    return found if found is not None and len(found) < tensor.nbytes else None
+
+
+def _is_packable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and tensor.ndim <= _MOST_DIMENSIONS
+
+
+def _whole(form: int, body: bytes, tensor: Tensor) -> bytes:
+    """A body with its head and sum."""
     head = _HEAD.pack(MARK, form, _DTYPES.index(tensor.dtype), tensor.ndim)
     whole = head + struct.pack(f"<{tensor.ndim}I", *tensor.shape) + body
-    whole += _SUM.pack(zlib.crc32(whole))
-    return whole if len(whole) < tensor.nbytes else None
+    return whole + _SUM.pack(zlib.crc32(whole))
 
 
 def is_packed_tensor(tensor: Tensor) -> bool:
     """True if a tensor of a file holds the bytes of a packed one."""
     return tensor.dtype is torch.uint8 and tensor.ndim == 1 and bytes(tensor[: len(MARK)].tolist()) == MARK
-
-
-def has_codes(data: bytes) -> bool:
-    """True if the bytes of a tensor are integers or on a grid."""
-    return data[len(MARK)] in (_INTEGERS, _GRID)
 
 
 def unpack_tensor(data: bytes, name: str) -> Tensor:
