@@ -12,6 +12,7 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.optimize.bounds import reach
 from iobs.optimize.bounds.branch_and_bound import CertificateTree
+from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.certificate import ProofLimits
 from iobs.optimize.bounds.convex import CertificateSearch, FeatureProblem
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie, from_torch
@@ -129,7 +130,7 @@ def test_every_tangent_bounds_every_node(rng):
         for _ in range(20):
             theta = fit.theta + rng.standard_normal(fit.theta.size) * 10.0 ** rng.uniform(-3, 0)
             tangent = convex.tangent(theta, *convex.objective.value_and_gradient(theta))
-            assert tangent.bound(nothing, ~nothing, k) <= best * (1 + 1e-9), seed
+            assert tangent.bound(Choices.of(nothing, ~nothing, k)) <= best * (1 + 1e-9), seed
 
 
 def _near(seed, most):

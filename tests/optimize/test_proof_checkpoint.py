@@ -178,14 +178,14 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch):
 def test_a_full_disk_ends_the_proof_with_the_gap_so_far(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_EVERY", 0.0)
     monkeypatch.setattr(checkpoints, "_SHARE", 1e6)
-    write = np.savez
+    write = np.savez_compressed
 
     def filled(file, **arrays):
         if arrays["state"][0] == 20:
             raise OSError("No space left on device")
         write(file, **arrays)
 
-    monkeypatch.setattr(np, "savez", filled)
+    monkeypatch.setattr(np, "savez_compressed", filled)
     found = _certify(_objective("logistic"), tmp_path / "proof.npz")
     assert not found.closed
     assert "cannot be written (No space" in found.message

@@ -2,8 +2,10 @@
 
 A node has used some features, excluded others, and left the rest free. Its relaxation gives a tangent, which also says
 what the bound would be with any one free feature used or excluded. Features whose choice is settled by that are fixed
-at once (reduced costs); of the others the one with the share nearest 1/2 is branched on. Nodes are visited by ascending
-bound. A support that is decided is fitted, and its own tangent bounds it too, so that nothing depends on how well a fit
+at once (reduced costs). Then the free feature of the largest share and those that are correlated with it become a group:
+one child excludes them all, the other uses at least one. Once all that may be used are in groups, or no others are left,
+the group whose shares are spread most is split into two halves: one child uses one of the first, the other excludes the
+first. Nodes are visited by ascending bound. A support that is decided is fitted, and its own tangent bounds it too, so that nothing depends on how well a fit
 converged.
 """
 
@@ -14,9 +16,11 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.perspective import Relaxed, SparseConvex, Tangent
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.refit.newton import Fit, refit
@@ -25,6 +29,9 @@ from iobs.optimize.refit.within import Bounds
 OUT_OF_TIME = "the time limit was reached"
 
 _STORED_BYTES = 1 << 30  # of the open nodes; above this the search goes depth first
+_NOTHING = np.zeros(0, np.int64)
+_NEIGHBOURS = 0.5  # features whose columns have at least this correlation are branched on together
+_KEPT_BYTES = 1 << 26  # of correlations
 _SEEN = 100_000  # most supports that are remembered as fitted
 
 
@@ -33,25 +40,64 @@ class ConvexNode:
     """A node of the search tree.
 
     Attributes:
-        used: features that are used (p,).
-        free: features that may be used (p,).
+        roles: of the features (p,), as `Choices`.
         bound: a lower bound on f at the node.
         places: coordinates that are not zero at the parent's minimiser.
         values: of these coordinates there.
-        price: of the parent's relaxation.
+        prices: of the parent's relaxation.
     """
 
-    used: Booleans
-    free: Booleans
+    roles: Indices
     bound: float
     places: Indices
     values: Array
-    price: float
+    prices: Array
 
     @property
     def nbytes(self) -> int:
         """Bytes that the node holds."""
-        return 400 + self.used.nbytes + self.free.nbytes + self.places.nbytes + self.values.nbytes
+        return 500 + self.roles.nbytes + self.places.nbytes + self.values.nbytes + self.prices.nbytes
+
+
+class Correlations:
+    """Absolute correlations of the columns of features at zero, given the coordinates that are always used.
+
+    Args:
+        problem: f; of a feature with several coordinates the first one counts.
+    """
+
+    def __init__(self, problem: SparseConvex) -> None:
+        self._objective, owner = problem.objective, problem.owner
+        self._places = np.unique(np.where(owner < 0, problem.features, owner), return_index=True)[1]
+        self._places = self._places[: problem.features].astype(np.int64)
+        self._always = np.flatnonzero(owner < 0).astype(np.int64)
+        self._rows: dict[int, Array] = {}
+
+    @cached_property
+    def _scales(self) -> tuple[Array, Array]:
+        """(A, lengths): a column less A^T times the columns that are always used has that length."""
+        zero = np.zeros(self._objective.dimension)
+        lengths = self._objective.hessian_diagonal(zero)[self._places]
+        if not self._always.size:
+            return np.zeros((0, self._places.size)), np.sqrt(lengths)
+        columns = self._objective.hessian_columns(zero, self._always, self._places).T
+        block = self._objective.hessian_block(zero, self._always)
+        explained = np.linalg.lstsq(block, columns, rcond=None)[0]
+        return explained, np.sqrt(np.maximum(lengths - (explained * columns).sum(axis=0), 0.0))
+
+    def of(self, feature: int) -> Array:
+        """The correlations of a feature with all (p,)."""
+        if feature not in self._rows:
+            explained, lengths = self._scales
+            zero, place = np.zeros(self._objective.dimension), self._places[[feature]]
+            row = self._objective.hessian_columns(zero, place, self._places)[:, 0]
+            if self._always.size:
+                row = row - explained.T @ self._objective.hessian_columns(zero, place, self._always)[:, 0]
+            if (len(self._rows) + 1) * row.nbytes > _KEPT_BYTES:
+                self._rows.clear()
+            with np.errstate(divide="ignore", invalid="ignore"):
+                self._rows[feature] = np.nan_to_num(np.abs(row) / (lengths * lengths[feature]), posinf=0.0)
+        return self._rows[feature]
 
 
 @dataclass(frozen=True)
@@ -99,8 +145,9 @@ class ConvexTree(ABC):
         self._stored = 0
         self._numbers = itertools.count()
         self._seen: set[bytes] = set()
-        nothing = np.zeros(problem.features, dtype=np.bool_)
-        self._push(ConvexNode(nothing, candidates, -np.inf, np.zeros(0, np.int64), np.zeros(0), 0.0))
+        self._correlations = Correlations(problem)
+        root = Choices.of(np.zeros_like(candidates), candidates, most)
+        self._push(ConvexNode(root.roles, -np.inf, np.zeros(0, np.int64), np.zeros(0), np.zeros(1)))
 
     @property
     @abstractmethod
@@ -188,97 +235,92 @@ class ConvexTree(ABC):
     def _visit(self, node: ConvexNode) -> list[ConvexNode]:
         """Bound a node; return its children, none if it is dropped or decided."""
         self.nodes += 1
-        used, free = node.used.copy(), node.free.copy()
+        choices: Choices | None = Choices(node.roles, self.most)
         start = np.zeros(self.problem.ridge.size)
         start[node.places] = node.values
         relaxed: Relaxed | None = None
         bound = node.bound
-        while True:
-            support = self.decided(used, free)
+        while choices is not None:
+            support = self.decided(choices.used, choices.free)
             if support is not None:
                 if support.size == self.problem.features:
                     self._decide(support, start)
                 return []
             if relaxed is not None:
-                break
-            room = self.most - int(used.sum())
-            excluded = ~(used | free)
-            start[self.problem.coordinates(excluded)] = 0.0
-            relaxed = self.problem.relax(used, free, room, start, node.price, self.limit)
-            self.margin = max(self.margin, relaxed.tangent.margin(used, free))
+                return self._children(relaxed, choices, bound)
+            start[self.problem.coordinates(~(choices.used | choices.free))] = 0.0
+            relaxed = self.problem.relax(choices, start, node.prices, self.limit)
+            self.margin = max(self.margin, relaxed.tangent.margin(choices))
             start, bound = relaxed.theta, max(bound, relaxed.bound)
             if bound > self.limit:
                 self.dropped = min(self.dropped, bound)
                 return []
-            self._round(relaxed, used, free, room)
+            self._round(relaxed, choices)
             if bound > self.limit:
                 self.dropped = min(self.dropped, bound)
                 return []
-            self._fix(relaxed.tangent, used, free, room)
-        return self._children(relaxed, used, free, bound)
+            choices = self._fixed(relaxed.tangent, choices)
+        return []
 
-    def _fix(self, tangent: Tangent, used: Booleans, free: Booleans, room: int) -> None:
-        """Use and exclude the features of which the other choice is above the limit, in place."""
-        places = np.flatnonzero(free)
-        costs, bound, limit = tangent.costs[places], tangent.bound(used, free, room), self.limit
-        if places.size > room:
-            order = np.argsort(-costs, kind="stable")
-            last, following = costs[order[room - 1]], costs[order[room]]
-            top = np.zeros(places.size, dtype=np.bool_)
-            top[order[:room]] = True
-        else:
-            last, following, top = np.inf, 0.0, np.ones(places.size, dtype=np.bool_)
-        must = top & (bound + costs - following > limit)
-        out = ~top & (bound + last - costs > limit)
-        raised = [float((bound + costs - following)[must].min())] if must.any() else []
-        raised += [float((bound + last - costs)[out].min())] if out.any() else []
+    def _fixed(self, tangent: Tangent, choices: Choices) -> Choices | None:
+        """Use and exclude the features of which the other choice is above the limit; None if no support is left."""
+        bound = tangent.bound(choices)
+        with_it, without = (bound + smaller for smaller in choices.reduced(tangent.costs))
+        out, must = choices.free & (with_it > self.limit), choices.free & (without > self.limit)
+        raised = [float(values[fixed].min()) for values, fixed in ((with_it, out), (without, must)) if fixed.any()]
         self.dropped = min([self.dropped, *raised])
-        used[places[must]] = True
-        free[places[must | out]] = False
+        return choices.settled(must, out & ~must)
 
-    def _children(self, relaxed: Relaxed, used: Booleans, free: Booleans, bound: float) -> list[ConvexNode]:
-        """The two nodes that differ by the use of one feature."""
-        shares = np.where(free, relaxed.shares, -1.0)
-        between = np.minimum(shares, 1.0 - shares)
-        if between.max() > 1e-3:
-            chosen = int(np.argmax(between))
-        else:  # among equal shares the costs, of any size, decide
-            places = np.flatnonzero(free)
-            chosen = int(places[np.lexsort((relaxed.tangent.costs[places], shares[places]))[-1]])
+    def _children(self, relaxed: Relaxed, choices: Choices, bound: float) -> list[ConvexNode]:
+        """The two nodes that differ by the use of any feature of a group."""
+        group = self._branched(relaxed, choices)
         children = []
-        for use in (False, True):
-            now_used, now_free = used.copy(), free.copy()
-            now_free[chosen] = False
-            now_used[chosen] = use
-            room = self.most - int(now_used.sum())
-            below = max(bound, relaxed.tangent.bound(now_used, now_free, room))
-            theta = relaxed.theta
-            places = np.flatnonzero(theta).astype(np.int64)
-            if not use:
-                places = places[self.problem.owner[places] != chosen]
-            children.append(ConvexNode(now_used, now_free, below, places, theta[places], relaxed.price))
+        for child in (choices.settled(_NOTHING, group), choices.with_group(group)):
+            if child is not None:
+                below = max(bound, relaxed.tangent.bound(child))
+                places = np.flatnonzero(relaxed.theta).astype(np.int64)
+                excluded = self.problem.coordinates(~(child.used | child.free))
+                places = places[~excluded[places]]
+                children.append(ConvexNode(child.roles, below, places, relaxed.theta[places], relaxed.prices))
         return children
 
-    def _round(self, relaxed: Relaxed, used: Booleans, free: Booleans, room: int) -> None:
+    def _branched(self, relaxed: Relaxed, choices: Choices) -> Booleans:
+        """The features (p,) of which one child uses at least one and the other none: a new group, or half of one."""
+        order = np.lexsort((relaxed.tangent.costs, relaxed.shares))  # among equal shares the costs, of any size, decide
+        chosen = np.zeros(order.size, dtype=np.bool_)
+        plain = order[choices.plain[order]]
+        if plain.size:
+            chosen[plain] = self._correlations.of(int(plain[-1]))[plain] >= _NEIGHBOURS
+            chosen[plain[-1]] = True
+            return chosen
+        largest = [relaxed.shares[choices.members(int(group))].max() for group in choices.groups]
+        members = order[choices.roles[order] == choices.groups[int(np.argmin(largest))]]
+        first, second = (self._correlations.of(int(member))[members] for member in (members[-1], members[-2]))
+        chosen[members] = first >= second
+        chosen[members[-1]], chosen[members[-2]] = True, False
+        return chosen
+
+    def _round(self, relaxed: Relaxed, choices: Choices) -> None:
         """Fit the support of the largest shares, unless its bound or an earlier fit rules it out."""
         sizes = self.problem.by_feature(relaxed.theta**2 * self.problem.ridge)
-        places = np.flatnonzero(free)
-        order = places[np.lexsort((-sizes[places], -relaxed.shares[places]))[:room]]
-        chosen = used.copy()
-        chosen[order] = True
+        order = np.lexsort((-sizes, -relaxed.shares))
+        rank = np.empty(order.size)
+        rank[order] = np.arange(order.size, 0, -1)
+        chosen = choices.used.copy()
+        chosen[choices.representatives(rank)] = True
+        rest = order[(choices.free & ~chosen)[order]]
+        chosen[rest[: choices.room]] = True
         self._fit(chosen, relaxed.theta, relaxed.tangent)
 
     def _fit(self, used: Booleans, start: Array, tangent: Tangent) -> None:
-        nothing = np.zeros_like(used)
+        only = Choices.of(used, np.zeros_like(used), int(used.sum()))
         key = np.packbits(used).tobytes()
-        if key in self._seen or tangent.bound(used, nothing, 0) > self.limit:
+        if key in self._seen or tangent.bound(only) > self.limit:
             return
         if len(self._seen) < _SEEN:
             self._seen.add(key)
         start = np.where(self.problem.coordinates(used) | self.problem.always, start, 0.0)
-        relaxed = self.problem.relax(
-            used, nothing, 0, start, 0.0, self.limit
-        )  # stops once its bound is above the limit
+        relaxed = self.problem.relax(only, start, np.zeros(1), self.limit)  # stops once its bound is above the limit
         if relaxed.bound <= self.limit:
             self.take(self.fitted(used, relaxed.theta), used)
 
@@ -291,6 +333,7 @@ class ConvexTree(ABC):
         """Fit a support that is decided, and bound it by its own tangent."""
         fit = self.fitted(used, start)
         self.take(fit, used)
-        relaxed = self.problem.relax(used, np.zeros_like(used), 0, fit.theta, 0.0, self.limit)
-        self.margin = max(self.margin, relaxed.tangent.margin(used, np.zeros_like(used)))
+        only = Choices.of(used, np.zeros_like(used), int(used.sum()))
+        relaxed = self.problem.relax(only, fit.theta, np.zeros(1), self.limit)
+        self.margin = max(self.margin, relaxed.tangent.margin(only))
         self.dropped = min(self.dropped, relaxed.bound)

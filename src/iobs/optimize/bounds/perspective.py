@@ -3,16 +3,18 @@
     f(v) = F(v) + 1/2 sum_i ridge_i v_i^2,      lower <= v <= upper,      F convex
 
 A feature has one or more coordinates, and at most k features are used. A node of the search tree has used some of them,
-has excluded others, and may use `room` more. Every tangent of F lies below F. So for any point w with g = grad F(w)
+has excluded others, and may use `room` more, of some groups at least one (module `choices`). Every tangent of F lies
+below F. So for any point w with g = grad F(w)
 
-    f(v) >= F(w) - g^T w - sum over used features j of c_j - the sum of the `room` largest c_j of the free features,
+    f(v) >= F(w) - g^T w - the largest sum of c_j over the features j of one of its supports,
     c_j = max over v_j within its bounds of -g_j^T v_j - 1/2 ridge_j |v_j|^2.
 
 No part of this is iterative or approximate: a w that was found badly gives a weak bound, never a wrong one. One tangent
 bounds every node of the tree. The best w of a node is a minimiser of the perspective relaxation (Guenluek and Linderoth
 2010): a free feature is used by a share z_j, and its ridge is divided by z_j. For a fixed price tau of a share, the
 relaxation is separable in the features beyond F. It is then solved by Newton steps on a working set, each by coordinate
-descent, and tau is found so that the shares add up to `room`.
+descent, and tau is found so that the shares add up to `room`. The first unit of shares of a group does not count; a
+group has a price of its own, at most tau, at which its shares add up to 1.
 
 Rounding: let F be a sum over n samples, a_i = dF/dm_i, and eps the unit of rounding. The computed tangent belongs to
 computed margins, and is off by at most about (n + d) eps times the sum of absolute values of all terms that it adds.
@@ -27,18 +29,23 @@ from functools import cached_property
 import numpy as np
 from numba import njit
 
+from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.curvature import QuadraticObjective
 from iobs.optimize.objectives.base import DesignObjective
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 
 _EPS = float(np.finfo(float).eps)
 _STEPS = 40  # most Newton steps of one node
+_OF_A_GROUP = 4  # free features of the largest costs of each group that the working set holds
 _ALL = 48  # up to so many free coordinates the working set holds all of them
 _HALVINGS = 12
 _INNER = 0.03  # accuracy of coordinate descent, relative to the square root of what the bound still lacks
 _SWEEPS = 400  # most passes of coordinate descent at one price
 _JUMPED = 120  # most coordinates for which a linear system is solved between passes
+_ROUNDS = 40  # most changes of the prices in one Newton step
+_SLOPE, _FLATTEST, _STEEPEST = 1.5, 0.5, 30.0  # by which power sums of shares fall with the price: first guess, limits
 _FILLED = 2e-3  # the shares fill the room up to this relative error
+_FILLED_GROUP = 5e-3  # those of a group add up to 1 up to this error
 
 
 @dataclass(frozen=True)
@@ -57,22 +64,13 @@ class Tangent:
     base_margin: float
     margins: Array
 
-    def margin(self, used: Booleans, free: Booleans) -> float:
+    def margin(self, choices: Choices) -> float:
         """The allowance for rounding of the bound of a node; excluded features add none."""
-        return self.base_margin + float(self.margins[used | free].sum())
+        return self.base_margin + float(self.margins[choices.used | choices.free].sum())
 
-    def bound(self, used: Booleans, free: Booleans, room: int) -> float:
-        """A lower bound on f at a node, the margin subtracted.
-
-        Args:
-            used: features that are used (p,).
-            free: features that may be used (p,).
-            room: how many of the free features may be used at most.
-        """
-        costs = self.costs[free]
-        if room < costs.size:
-            costs = np.partition(costs, costs.size - room)[costs.size - room :] if room else costs[:0]
-        return self.base - float(self.costs[used].sum()) - float(costs.sum()) - self.margin(used, free)
+    def bound(self, choices: Choices) -> float:
+        """A lower bound on f at a node, the margin subtracted."""
+        return self.base - choices.largest(self.costs) - self.margin(choices)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Relaxed:
     Attributes:
         theta: approximate minimiser (d,).
         shares: z_j of every feature (p,); 1 where it is used.
-        price: tau.
+        prices: tau, and the price of each group by its number; 0 where there is none.
         bound: a lower bound on f at the node, margin subtracted.
         tangent: the tangent with that bound.
         value: the relaxed f at theta, which the bound cannot pass.
@@ -90,7 +88,7 @@ class Relaxed:
 
     theta: Array
     shares: Array
-    price: float
+    prices: Array
     bound: float
     tangent: Tangent
     value: float
@@ -186,15 +184,13 @@ class SparseConvex:
         inside = ~self.always
         return np.asarray(np.bincount(self.owner[inside], values[inside], minlength=self.features), dtype=np.float64)
 
-    def relax(self, used: Booleans, free: Booleans, room: int, start: Array, price: float, enough: float) -> Relaxed:
+    def relax(self, choices: Choices, start: Array, prices: Array, enough: float) -> Relaxed:
         """Solve the relaxation of a node.
 
         Args:
-            used: features that are used (p,).
-            free: features that may be used (p,).
-            room: how many of them at most; at least 1.
+            choices: its supports.
             start: first guess (d,); coordinates of excluded features must be zero.
-            price: first guess of tau.
+            prices: first guess of tau and of the prices of groups, by their numbers; 0 or missing where unknown.
             enough: a bound above which the node is of no use, so that no better one is needed.
         """
         theta, objective = start, self.objective
@@ -203,18 +199,21 @@ class SparseConvex:
             theta = np.zeros_like(start)
             value, gradient = objective.value_and_gradient(theta)
         best: tuple[float, Tangent] | None = None
-        limited = self.coordinates(free)
-        held = self.coordinates(used) | self.always
-        price = max(price, 0.0) if free.sum() > room else 0.0
+        limited = self.coordinates(choices.free)
+        held = self.coordinates(choices.used) | self.always
+        part = self._parts(choices)
+        known = np.append(prices, np.zeros(max(choices.groups.max(initial=-1) + 2 - prices.size, 0)))
+        prices = known[np.append(0, choices.groups + 1)] if choices.limited else np.zeros(1 + choices.groups.size)
         relaxed = np.inf
         for step in range(_STEPS):
             tangent = self.tangent(theta, value, gradient)
-            bound = tangent.bound(used, free, room)
+            bound = tangent.bound(choices)
             if best is None or bound > best[0]:
                 best = bound, tangent
             smooth, slope = self.split(theta, value, gradient)
             if step:
-                relaxed = smooth + self._penalty(theta, held, limited, price) - room * price
+                relaxed = smooth + self._penalty(theta, held, limited, prices[part])
+                relaxed -= choices.room * prices[0] + float(prices[1:].sum())
                 spread = relaxed - best[0]
                 # A node that cannot be pruned needs only a bound that orders the nodes.
                 close = 1e-9 * abs(relaxed) + (0.02 if relaxed > enough else 0.1) * abs(enough - best[0])
@@ -222,25 +221,25 @@ class SparseConvex:
                     break
             elif best[0] > enough:
                 break
-            working = self._working(theta, held, limited, tangent.costs, room, price)
+            working = self._working(theta, held, limited, tangent.costs, choices)
             if not working.size:
                 break
             block = objective.hessian_block(theta, working)
             block[np.diag_indices(working.size)] -= self.ridge[working]
             point = theta[working].copy()
-            price = _minimise_model(
+            prices = _minimise_model(
                 block, slope[working].copy(), point, self.ridge[working], self.lower[working], self.upper[working],
-                self._starts(working), held[working], float(room), price, bool(free.sum() > room),
+                self._starts(working), held[working], part[working], choices.room, prices, choices.limited,
                 max(_INNER * np.sqrt(abs(enough - best[0]) / working.size), 1e-8 * np.sqrt(abs(value))),
             )  # fmt: skip
             moved = theta.copy()
             moved[working] = point
-            before = smooth + self._penalty(theta, held, limited, price)
+            before = smooth + self._penalty(theta, held, limited, prices[part])
             accepted = None
             for _ in range(_HALVINGS):
                 trial = objective.value_and_gradient(moved)
                 if np.isfinite(trial[0]):
-                    after = self.split(moved, *trial)[0] + self._penalty(moved, held, limited, price)
+                    after = self.split(moved, *trial)[0] + self._penalty(moved, held, limited, prices[part])
                     if objective.quadratic or after <= before + 1e-12 * abs(before):
                         accepted = trial
                         break
@@ -249,19 +248,30 @@ class SparseConvex:
                 break
             theta, (value, gradient) = moved, accepted
         assert best is not None
-        shares = self._shares(theta, used, limited, price)
-        return Relaxed(theta, shares, price, best[0], best[1], relaxed)
+        shares = self._shares(theta, choices.used, limited, prices[part])
+        known[np.append(0, choices.groups + 1)] = prices
+        return Relaxed(theta, shares, known, best[0], best[1], relaxed)
+
+    def _parts(self, choices: Choices) -> Indices:
+        """For every coordinate 1 + the place of its group among the groups; 0 without a group (d,)."""
+        grouped = self.coordinates(choices.roles >= 0)
+        part = np.zeros(self.owner.size, np.int64)
+        part[grouped] = 1 + np.searchsorted(choices.groups, choices.roles[self.owner[grouped]])
+        return part
 
     def _working(
-        self, theta: Array, held: Booleans, limited: Booleans, costs: Array, room: int, price: float
+        self, theta: Array, held: Booleans, limited: Booleans, costs: Array, choices: Choices
     ) -> Indices:
         """The coordinates that a Newton step moves: used ones, non-zero ones, and free ones of the largest costs."""
         if int(limited.sum()) <= _ALL:
             return np.flatnonzero(held | limited).astype(np.int64)
         free = np.flatnonzero(np.bincount(self.owner[limited], minlength=self.features) > 0)
-        order = free[np.argsort(-costs[free], kind="stable")[: 2 * room + 10]]
+        count = 2 * (choices.room + choices.groups.size) + 10
         chosen = np.zeros(self.features, dtype=np.bool_)
-        chosen[order] = True
+        chosen[free[np.argsort(-costs[free], kind="stable")[:count]]] = True
+        for group in choices.groups:
+            members = choices.members(int(group))
+            chosen[members[np.argsort(-costs[members], kind="stable")[:_OF_A_GROUP]]] = True
         chosen[self.owner[(theta != 0) & limited]] = True
         return np.flatnonzero(held | (limited & self.coordinates(chosen))).astype(np.int64)
 
@@ -272,23 +282,23 @@ class SparseConvex:
         new[1:] = (owner[1:] != owner[:-1]) | (owner[1:] < 0)
         return np.append(np.flatnonzero(new), owner.size).astype(np.int64)
 
-    def _penalty(self, theta: Array, held: Booleans, limited: Booleans, price: float) -> float:
-        """1/2 ridge v^2 of the held coordinates, and the price-dependent penalty of the free ones."""
+    def _penalty(self, theta: Array, held: Booleans, limited: Booleans, price: Array) -> float:
+        """1/2 ridge v^2 of the held coordinates, and the penalty of the free ones by their prices (d,)."""
         total = 0.5 * float(self.ridge[held] @ theta[held] ** 2)
         there = np.flatnonzero(limited & (theta != 0))
         if there.size:
             total += _free_penalty(
-                theta[there], self.ridge[there], self.lower[there], self.upper[there], self._starts(there), price
+                theta[there], self.ridge[there], self.lower[there], self.upper[there], self._starts(there), price[there]
             )
         return total
 
-    def _shares(self, theta: Array, used: Booleans, limited: Booleans, price: float) -> Array:
+    def _shares(self, theta: Array, used: Booleans, limited: Booleans, price: Array) -> Array:
         shares = used.astype(np.float64)
         there = np.flatnonzero(limited & (theta != 0))
         if there.size:
             starts = self._starts(there)
             shares[self.owner[there[starts[:-1]]]] = _block_shares(
-                theta[there], self.ridge[there], self.lower[there], self.upper[there], starts, price
+                theta[there], self.ridge[there], self.lower[there], self.upper[there], starts, price[there]
             )
         return shares
 
@@ -327,24 +337,24 @@ def _size_and_limit(point: Array, lower: Array, upper: Array, first: int, last: 
 
 
 @njit(cache=True, nogil=True)
-def _block_shares(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: float) -> Array:
+def _block_shares(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: Array) -> Array:
     shares = np.zeros(starts.size - 1)
     for block in range(starts.size - 1):
         first = starts[block]
         size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
-        shares[block] = _share(size, price, ridge[first], limit)
+        shares[block] = _share(size, price[first], ridge[first], limit)
     return shares
 
 
 @njit(cache=True, nogil=True)
-def _free_penalty(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: float) -> float:
+def _free_penalty(point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices, price: Array) -> float:
     total = 0.0
     for block in range(starts.size - 1):
         first = starts[block]
         size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
-        slope, radius = _edge(price, ridge[first], limit)
+        slope, radius = _edge(price[first], ridge[first], limit)
         if size >= radius and size > 0.0:
-            total += price + 0.5 * ridge[first] * size * size
+            total += price[first] + 0.5 * ridge[first] * size * size
         elif size > 0.0:
             total += slope * size
     return total
@@ -365,7 +375,7 @@ def _shrunk(size: float, curvature: float, price: float, ridge: float, limit: fl
 @njit(cache=True, nogil=True)
 def _sweep(
     hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
-    held: Booleans, price: float,
+    held: Booleans, price: Array,
 ) -> float:  # fmt: skip
     """One pass of coordinate descent, in place; returns the largest change, in units of sqrt(curvature)."""
     largest = 0.0
@@ -378,9 +388,9 @@ def _sweep(
                 if held[i]:
                     new = min(max(aim / (curvature + ridge[i]), lower[i]), upper[i])
                 elif aim > 0:
-                    new = _shrunk(aim, curvature, price, ridge[i], upper[i])
+                    new = _shrunk(aim, curvature, price[i], ridge[i], upper[i])
                 else:
-                    new = -_shrunk(-aim, curvature, price, ridge[i], -lower[i])
+                    new = -_shrunk(-aim, curvature, price[i], ridge[i], -lower[i])
                 change = new - point[i]
                 if change != 0.0:
                     point[i] = new
@@ -398,7 +408,7 @@ def _sweep(
         for i in range(first, last):
             size += (curvature * point[i] - gradient[i]) ** 2
         size = np.sqrt(size)
-        factor = _shrunk(size, curvature, price, ridge[first], np.inf) / size if size > 0 else 0.0
+        factor = _shrunk(size, curvature, price[first], ridge[first], np.inf) / size if size > 0 else 0.0
         aims = factor * (curvature * point[first:last] - gradient[first:last])
         for i in range(first, last):
             change = aims[i - first] - point[i]
@@ -413,7 +423,7 @@ def _sweep(
 @njit(cache=True, nogil=True)
 def _jump(
     hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
-    held: Booleans, price: float,
+    held: Booleans, price: Array,
 ) -> None:  # fmt: skip
     """Minimise over the coordinates that are not at a kink, as far as none of them meets a kink; in place.
 
@@ -433,7 +443,7 @@ def _jump(
                 continue
             bottom, top, pull, curvature = lower[i], upper[i], ridge[i] * value, ridge[i]
             if not held[i]:
-                edge, radius = _edge(price, ridge[i], upper[i] if value > 0 else -lower[i])
+                edge, radius = _edge(price[i], ridge[i], upper[i] if value > 0 else -lower[i])
                 if abs(value) < radius:
                     pull, curvature = (edge if value > 0 else -edge), 0.0
                     bottom, top = (0.0, radius) if value > 0 else (-radius, 0.0)
@@ -471,29 +481,32 @@ def _jump(
 @njit(cache=True, nogil=True)
 def _settle(
     hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
-    held: Booleans, price: float, accuracy: float,
-) -> float:  # fmt: skip
-    """Coordinate descent at a price until nothing moves; returns the sum of the shares of the free blocks."""
+    held: Booleans, part: Indices, prices: Array, accuracy: float,
+) -> Array:  # fmt: skip
+    """Coordinate descent at some prices until nothing moves; returns the sums of the shares of the parts."""
+    price = prices[part]
     for sweep in range(_SWEEPS):
         if _sweep(hessian, gradient, point, ridge, lower, upper, starts, held, price) <= accuracy:
             break
         if sweep % 3 == 2:
             _jump(hessian, gradient, point, ridge, lower, upper, starts, held, price)
-    total = 0.0
+    sums = np.zeros(prices.size)
     for block in range(starts.size - 1):
         first = starts[block]
         if not held[first]:
             size, limit = _size_and_limit(point, lower, upper, first, starts[block + 1])
-            total += _share(size, price, ridge[first], limit)
-    return total
+            sums[part[first]] += _share(size, price[first], ridge[first], limit)
+    return sums
 
 
 @njit(cache=True, nogil=True)
 def _minimise_model(
     hessian: Array, gradient: Array, point: Array, ridge: Array, lower: Array, upper: Array, starts: Indices,
-    held: Booleans, room: float, price: float, limited: bool, accuracy: float,
-) -> float:  # fmt: skip
-    """Minimise a quadratic model of F with the penalty, in place; returns the price at which the shares fill the room.
+    held: Booleans, part: Indices, room: int, prices: Array, limited: bool, accuracy: float,
+) -> Array:  # fmt: skip
+    """Minimise a quadratic model of F with the penalty, in place; returns the prices at which the shares fit.
+
+    Those of a group add up to 1, or to more at the common price, and then what is more fills the room with the others.
 
     Args:
         hessian: of F at the point (s, s).
@@ -504,37 +517,49 @@ def _minimise_model(
         upper: (s,).
         starts: beginnings of the blocks, and s.
         held: true where a coordinate is used (s,).
-        room: largest sum of the shares of the free blocks.
-        price: first guess.
-        limited: whether there are more free features than room; otherwise the price is 0.
+        part: 0, or 1 + the place of its group (s,).
+        room: largest sum of the shares of the free blocks, beyond 1 for each group.
+        prices: first guess of the common price and of those of groups; 0 where unknown.
+        limited: whether there are more free features than may be used; otherwise all prices are 0.
         accuracy: stop descending once no coordinate moves by more, in units of 1 / sqrt(curvature).
     """
     if not limited:
-        _settle(hessian, gradient, point, ridge, lower, upper, starts, held, 0.0, accuracy)
-        return 0.0
-    if price <= 0.0:
-        for i in range(point.size):
-            if not held[i]:
-                price = max(price, gradient[i] * gradient[i] / (2.0 * (ridge[i] + hessian[i, i] + 1e-300)))
-        price = max(0.1 * price, 1e-300)
-    low, high, above, below = 0.0, -1.0, -1.0, -1.0  # sums of shares minus room: above at low, below at high
-    for _ in range(40):
-        excess = _settle(hessian, gradient, point, ridge, lower, upper, starts, held, price, accuracy) - room
-        if abs(excess) <= _FILLED * room:
+        _settle(hessian, gradient, point, ridge, lower, upper, starts, held, part, prices, accuracy)
+        return prices
+    prices = prices.copy()
+    most = 0.0
+    for i in range(point.size):
+        if not held[i]:
+            most = max(most, gradient[i] * gradient[i] / (2.0 * (ridge[i] + hessian[i, i] + 1e-300)))
+    for number in range(prices.size):
+        if prices[number] <= 0.0:
+            prices[number] = max(0.5 * prices[0] if number and room else 0.1 * most, 1e-300)
+    logs, excesses, slopes = np.zeros(prices.size), np.zeros(prices.size), np.full(prices.size, _SLOPE)
+    for turn in range(_ROUNDS):
+        if room:
+            prices = np.minimum(prices, prices[0])
+        sums = _settle(hessian, gradient, point, ridge, lower, upper, starts, held, part, prices, accuracy)
+        fits = True
+        total = sums[0]
+        for number in range(1, prices.size):
+            if room and prices[number] >= prices[0] and sums[number] > 1.0:
+                total += sums[number] - 1.0
+            else:
+                fits = fits and abs(sums[number] - 1.0) <= _FILLED_GROUP
+        if room:
+            sums[0] = total / room
+            fits = fits and abs(sums[0] - 1.0) <= _FILLED
+        if fits:
             break
-        if excess > 0:
-            low, above = price, excess
-        else:
-            high, below = price, -excess
-        if high < 0:
-            price *= 1.3 if excess < 0.1 * room else 2.0
-        elif above < 0:
-            if price < 1e-280:
-                break
-            price *= 0.77 if excess > -0.1 * room else 0.5
-        else:
-            if high - low <= 1e-5 * high:
-                break
-            share = min(max(above / (above + below), 0.1), 0.9)
-            price = low + share * (high - low)
-    return price
+        for number in range(prices.size):
+            if number == 0 and not room:
+                continue
+            log, excess = np.log(prices[number]), np.log(max(sums[number], 0.01))
+            if turn and abs(log - logs[number]) > 1e-7:  # secants of the logarithms of sums over those of prices
+                slope = (excess - excesses[number]) / (logs[number] - log)
+                slopes[number] = min(slope if slope > 0 else 1.5 * slopes[number], _STEEPEST)
+                slopes[number] = max(slopes[number], _FLATTEST)
+            logs[number], excesses[number] = log, excess
+            step = min(max(excess / slopes[number], -1.5), 1.5)
+            prices[number] = max(prices[number] * np.exp(step), 1e-300)
+    return prices

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import ProblemError
+from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 
@@ -131,9 +132,8 @@ def _minimiser(problem: SparseConvex, places: Indices, level: Level, start: Arra
     far = _FAR * (1.0 + float(np.abs(start).max(initial=0.0)))
     used = np.zeros_like(level.candidates)
     used[problem.owner[places][problem.owner[places] >= 0]] = True
-    free = level.candidates & ~used
-    room = min(level.room, int(free.sum()))
-    return problem.within(places, -far, far).relax(used, free, room, start, 0.0, level.ceiling).theta
+    choices = Choices.of(used, level.candidates & ~used, level.room + int(used.sum()))
+    return problem.within(places, -far, far).relax(choices, start, np.zeros(1), level.ceiling).theta
 
 
 def _one_side(
@@ -170,5 +170,6 @@ def _missing(problem: SparseConvex, point: Array, level: Level) -> tuple[float, 
     value, gradient = problem.objective.value_and_gradient(point)
     if not (np.isfinite(value) and np.isfinite(gradient).all()):
         return np.inf, np.zeros_like(point)
-    bound = problem.tangent(point, value, gradient).bound(np.zeros_like(level.candidates), level.candidates, level.room)
+    choices = Choices.of(np.zeros_like(level.candidates), level.candidates, level.room)
+    bound = problem.tangent(point, value, gradient).bound(choices)
     return level.ceiling - bound, problem.split(point, value, gradient)[1]
