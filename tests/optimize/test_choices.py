@@ -63,7 +63,9 @@ def test_two_children_share_out_the_supports(seed):
         if not parts:
             continue
         part = parts[rng.integers(len(parts))]
-        features = np.isin(np.arange(choices.roles.size), rng.choice(part, rng.integers(1, part.size + 1), replace=False))
+        features = np.isin(
+            np.arange(choices.roles.size), rng.choice(part, rng.integers(1, part.size + 1), replace=False)
+        )
         one, none = choices.with_group(features), choices.settled([], features)
         children = [set() if child is None else _supports(child) for child in (one, none)]
         everything = _supports(choices)

@@ -55,7 +55,8 @@ class Choices:
     @cached_property
     def groups(self) -> Indices:
         """The numbers of the groups, ascending."""
-        return np.unique(self.roles[self.roles >= 0]).astype(np.int64)
+        grouped = self.roles[self.roles >= 0]
+        return np.unique(grouped).astype(np.int64) if grouped.size else _NOTHING
 
     @cached_property
     def room(self) -> int:
@@ -78,7 +79,7 @@ class Choices:
         """
         roles = self.roles.copy()
         roles[excluded] = _EXCLUDED
-        met = np.unique(self.roles[used])
+        met = self.roles[used]
         roles[used] = _USED
         for group in self.groups:
             members = np.flatnonzero(roles == group)
@@ -110,10 +111,11 @@ class Choices:
 
     def representatives(self, costs: Array) -> Indices:
         """The feature of the largest cost of each group, in the order of `groups`."""
+        if not self.groups.size:
+            return _NOTHING
         places = np.flatnonzero(self.roles >= 0)
         order = places[np.lexsort((-costs[places], self.roles[places]))]
-        first = np.flatnonzero(np.diff(self.roles[order], prepend=-1))
-        return order[first].astype(np.int64)
+        return order[np.searchsorted(self.roles[order], self.groups)].astype(np.int64)
 
     def largest(self, costs: Array) -> float:
         """The largest sum of costs (p,), none negative, of one of the supports."""
@@ -126,7 +128,10 @@ class Choices:
         return float(costs[self.used].sum()) + float(costs[chosen].sum()) + float(np.sum(others))
 
     def reduced(self, costs: Array) -> tuple[Array, Array]:
-        """How much smaller the largest sum of costs is with each free feature, and without it (p,); 0 where unknown."""
+        """Differences of the largest sum of costs to that with each free feature, and to that without it (p,).
+
+        0 where a feature can be used at no loss, and where no support is without it.
+        """
         with_it, without = np.zeros((2, costs.size))
         chosen = self.representatives(costs)
         rest = self.free.copy()

@@ -290,7 +290,9 @@ class ConvexTree(ABC):
         chosen = np.zeros(order.size, dtype=np.bool_)
         plain = order[choices.plain[order]]
         if plain.size:
-            chosen[plain] = self._correlations.of(int(plain[-1]))[plain] >= _NEIGHBOURS
+            row = self._correlations.of(int(plain[-1]))
+            usual = float(np.median(row))  # a part that all columns have in common makes no neighbours
+            chosen[plain] = row[plain] - usual >= _NEIGHBOURS * (1.0 - usual)
             chosen[plain[-1]] = True
             return chosen
         largest = [relaxed.shares[choices.members(int(group))].max() for group in choices.groups]

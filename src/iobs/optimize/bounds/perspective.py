@@ -44,8 +44,9 @@ _SWEEPS = 400  # most passes of coordinate descent at one price
 _JUMPED = 120  # most coordinates for which a linear system is solved between passes
 _ROUNDS = 40  # most changes of the prices in one Newton step
 _SLOPE, _FLATTEST, _STEEPEST = 1.5, 0.5, 30.0  # by which power sums of shares fall with the price: first guess, limits
-_FILLED = 2e-3  # the shares fill the room up to this relative error
-_FILLED_GROUP = 5e-3  # those of a group add up to 1 up to this error
+_DAMPED = 8  # changes of the prices after which a step is half as long, as prices of groups disturb each other
+_NARROW = 1e-5  # an interval of the logarithm of a price within which the sum of shares jumps
+_FILLED = 2e-5  # the shares fill the room, and those of a group add up to 1, up to this relative error
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,7 @@ class SparseConvex:
         part[grouped] = 1 + np.searchsorted(choices.groups, choices.roles[self.owner[grouped]])
         return part
 
-    def _working(
-        self, theta: Array, held: Booleans, limited: Booleans, costs: Array, choices: Choices
-    ) -> Indices:
+    def _working(self, theta: Array, held: Booleans, limited: Booleans, costs: Array, choices: Choices) -> Indices:
         """The coordinates that a Newton step moves: used ones, non-zero ones, and free ones of the largest costs."""
         if int(limited.sum()) <= _ALL:
             return np.flatnonzero(held | limited).astype(np.int64)
@@ -535,31 +534,38 @@ def _minimise_model(
         if prices[number] <= 0.0:
             prices[number] = max(0.5 * prices[0] if number and room else 0.1 * most, 1e-300)
     logs, excesses, slopes = np.zeros(prices.size), np.zeros(prices.size), np.full(prices.size, _SLOPE)
+    alone, low, high = prices.size == 1, -np.inf, np.inf  # where no other price moves the sum, an interval is known
+    joined = prices >= prices[0] if room else np.zeros(prices.size, np.bool_)  # groups at the common price
+    joined[0] = False
     for turn in range(_ROUNDS):
-        if room:
-            prices = np.minimum(prices, prices[0])
+        for number in range(1, prices.size):
+            if joined[number]:
+                prices[number] = prices[0]
         sums = _settle(hessian, gradient, point, ridge, lower, upper, starts, held, part, prices, accuracy)
-        fits = True
         total = sums[0]
         for number in range(1, prices.size):
-            if room and prices[number] >= prices[0] and sums[number] > 1.0:
+            joined[number] = joined[number] and sums[number] >= 1.0
+            if joined[number]:
                 total += sums[number] - 1.0
-            else:
-                fits = fits and abs(sums[number] - 1.0) <= _FILLED_GROUP
-        if room:
-            sums[0] = total / room
-            fits = fits and abs(sums[0] - 1.0) <= _FILLED
-        if fits:
+                sums[number] = 1.0
+        sums[0] = total / room if room else 1.0
+        if np.abs(sums - 1.0).max() <= _FILLED or high - low <= _NARROW:
             break
         for number in range(prices.size):
-            if number == 0 and not room:
+            if joined[number] or (number == 0 and not room):
                 continue
             log, excess = np.log(prices[number]), np.log(max(sums[number], 0.01))
+            if alone:
+                low, high = (log, high) if excess > 0 else (low, log)
             if turn and abs(log - logs[number]) > 1e-7:  # secants of the logarithms of sums over those of prices
                 slope = (excess - excesses[number]) / (logs[number] - log)
                 slopes[number] = min(slope if slope > 0 else 1.5 * slopes[number], _STEEPEST)
                 slopes[number] = max(slopes[number], _FLATTEST)
             logs[number], excesses[number] = log, excess
             step = min(max(excess / slopes[number], -1.5), 1.5)
-            prices[number] = max(prices[number] * np.exp(step), 1e-300)
+            log += step if alone else step / (1.0 + turn / _DAMPED)
+            if np.isfinite(high - low):
+                log = min(max(log, 0.9 * low + 0.1 * high), 0.1 * low + 0.9 * high)
+            prices[number] = max(np.exp(log), 1e-300)
+            joined[number] = number > 0 and room > 0 and prices[number] >= prices[0]
     return prices
