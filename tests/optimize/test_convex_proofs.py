@@ -12,8 +12,8 @@ import iobs
 from iobs.errors import ProblemError
 from iobs.optimize.bounds import reach
 from iobs.optimize.bounds.branch_and_bound import CertificateTree
-from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.certificate import ProofLimits
+from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.convex import CertificateSearch, FeatureProblem
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie, from_torch
 from iobs.optimize.objectives.tabled import Multinomial

@@ -124,8 +124,9 @@ class Choices:
         rest[chosen] = False
         others = costs[rest]
         if self.room < others.size:
-            others = np.partition(others, others.size - self.room)[others.size - self.room :] if self.room else []
-        return float(costs[self.used].sum()) + float(costs[chosen].sum()) + float(np.sum(others))
+            first = others.size - self.room
+            others = np.partition(others, first)[first:] if self.room else others[:0]
+        return float(costs[self.used].sum()) + float(costs[chosen].sum()) + float(others.sum())
 
     def reduced(self, costs: Array) -> tuple[Array, Array]:
         """Differences of the largest sum of costs to that with each free feature, and to that without it (p,).

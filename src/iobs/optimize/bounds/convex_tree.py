@@ -2,11 +2,12 @@
 
 A node has used some features, excluded others, and left the rest free. Its relaxation gives a tangent, which also says
 what the bound would be with any one free feature used or excluded. Features whose choice is settled by that are fixed
-at once (reduced costs). Then the free feature of the largest share and those that are correlated with it become a group:
-one child excludes them all, the other uses at least one. Once all that may be used are in groups, or no others are left,
-the group whose shares are spread most is split into two halves: one child uses one of the first, the other excludes the
-first. Nodes are visited by ascending bound. A support that is decided is fitted, and its own tangent bounds it too, so that nothing depends on how well a fit
-converged.
+at once (reduced costs). Then the free feature of the largest share and those that are correlated with it become a
+group: one child excludes them all, the other uses at least one. Once no features are left beside the groups, the group
+whose shares are spread most is split into two parts: one child uses one of the first, the other excludes the first.
+
+Nodes are visited by ascending bound. A support that is decided is fitted, and its own tangent bounds it too, so that
+nothing depends on how well a fit converged.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Correlations:
         columns = self._objective.hessian_columns(zero, self._always, self._places).T
         block = self._objective.hessian_block(zero, self._always)
         explained = np.linalg.lstsq(block, columns, rcond=None)[0]
-        return explained, np.sqrt(np.maximum(lengths - (explained * columns).sum(axis=0), 0.0))
+        return np.asarray(explained, dtype=np.float64), np.sqrt(
+            np.maximum(lengths - (explained * columns).sum(axis=0), 0.0)
+        )
 
     def of(self, feature: int) -> Array:
         """The correlations of a feature with all (p,)."""
