@@ -464,3 +464,19 @@ def test_estimators_have_the_certificate_of_the_k_that_is_used(family, rng):
 def test_estimators_refuse_proofs_about_groups(rng):
     with pytest.raises(ProblemError, match="groups"):
         iobs.SparseRegressor(1, groups=[0, 0, 1], certify=True).fit(rng.standard_normal((9, 3)), rng.random(9))
+
+
+@pytest.mark.parametrize("limits", [{}, {"lower": -0.1, "upper": 0.1}])
+def test_a_fit_of_another_problem_proves_nothing_wrong(limits, rng):
+    X = rng.standard_normal((40, 8))
+    margin = X[:, :2].sum(axis=1) + rng.standard_normal(40)
+    for objective, other in (
+        (Logistic(X, margin > 0, ridge=5.0), Logistic(X, margin > 0, ridge=0.1)),
+        (LeastSquares(X, margin, ridge=5.0), LeastSquares(X, X[:, 0])),
+    ):
+        best = iobs.certify(objective, 2, **limits)
+        found = iobs.certify(objective, 2, fit=refit(other, np.array([4, 5])), **limits)
+        assert found.closed
+        assert found.upper == pytest.approx(best.upper)
+    with pytest.raises(ProblemError, match="8 coefficients and f has 9"):
+        iobs.certify(Logistic(X, margin > 0, ridge=5.0, intercept=True), 2, fit=found.fit)

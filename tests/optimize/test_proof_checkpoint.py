@@ -45,6 +45,21 @@ def _objective(family, flipped=0):
     return Logistic(X, labels, ridge=0.5, intercept=True)
 
 
+def _column(changed=False):
+    """A problem one of whose columns has a tiny unit, with another such column if that is changed."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((40, 16))
+    labels = X[:, :_K].sum(axis=1) + rng.standard_normal(40) > 0
+    units, ridge = np.append(1e-12, np.ones(15)), np.append(1e-24, np.ones(15))
+    if changed:
+        X[:, 0] = rng.standard_normal(40)
+    return Logistic(X * units, labels, ridge=ridge)
+
+
+def _forced(column):
+    return Logistic(np.eye(16) + 0.1, np.arange(16) % 2, ridge=1.0, forced=[column])
+
+
 def _certify(objective, checkpoint, **options):
     return iobs.certify(objective, _K, checkpoint=checkpoint, **{"seconds": 60, **options})
 
@@ -143,7 +158,7 @@ def test_a_checkpoint_of_another_problem_is_refused(tmp_path):
     kept = file.read_bytes()
     others = {
         "k": lambda: iobs.certify(objective, 3, checkpoint=file, **limits),
-        "loss": lambda: _certify(_objective("logistic", flipped=1), file, **limits),
+        "loss and slopes": lambda: _certify(_objective("logistic", flipped=1), file, **limits),
         "upper": lambda: _certify(objective, file, lower=-1.0, upper=2.0),
         "lower and upper": lambda: _certify(objective, file),
         "gap": lambda: _certify(objective, file, gap=1e-3, **limits),
@@ -156,6 +171,35 @@ def test_a_checkpoint_of_another_problem_is_refused(tmp_path):
     assert file.read_bytes() == kept
 
 
+def test_a_checkpoint_of_other_bounds_columns_or_forced_features_is_refused_at_any_unit(tmp_path):
+    large = np.append(1e-5, np.full(15, 1e6))
+    other = np.append(3e-5, np.full(15, 1e6))
+    cases = {
+        "upper": (_objective("logistic"), _objective("logistic"), {"upper": large}, {"upper": other}),
+        "slopes": (_column(), _column(changed=True), {}, {}),
+        "forced": (_forced(0), _forced(1), {}, {}),
+    }
+    for name, (first, second, limits, changed) in cases.items():
+        _certify(first, tmp_path / f"{name}.npz", max_nodes=1, **limits)
+        with pytest.raises(OtherRunError, match=f"its .*{name}.* differ"):
+            _certify(second, tmp_path / f"{name}.npz", max_nodes=1, **changed)
+
+
+def test_a_damaged_checkpoint_is_refused_or_changes_nothing(tmp_path):
+    objective, file = _objective("logistic"), tmp_path / "proof.npz"
+    part = _certify(objective, file, max_nodes=20)
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x55
+        file.write_bytes(damaged)
+        try:
+            found = _certify(objective, file, max_nodes=0)
+        except CheckpointError:
+            continue
+        assert (found.lower, found.upper, found.nodes) == (part.lower, part.upper, part.nodes)
+
+
 def test_files_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch):
     objective = _objective("logistic")
     file = tmp_path / "notes.txt"
@@ -164,13 +208,16 @@ def test_files_that_are_no_checkpoint_are_refused(tmp_path, monkeypatch):
         _certify(objective, file)
     assert file.read_text() == "mine"
     np.savez(tmp_path / "other.npz", X=np.zeros(3))
-    with pytest.raises(CheckpointError, match="no checkpoint of a proof"):
-        _certify(objective, tmp_path / "other.npz")
+    np.savez(tmp_path / "bare.npz", format=checkpoints._FORMAT)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for name in ("other.npz", "bare.npz", "array.npy", "."):
+        with pytest.raises(CheckpointError, match="no checkpoint of a proof"):
+            _certify(objective, tmp_path / name)
     with pytest.raises(CheckpointError, match="cannot be written"):
         _certify(objective, tmp_path / "nowhere" / "proof.npz")
     file = tmp_path / "proof.npz"
     _certify(objective, file, max_nodes=5)
-    monkeypatch.setattr(checkpoints, "_FORMAT", 2)
+    monkeypatch.setattr(checkpoints, "_FORMAT", 99)
     with pytest.raises(CheckpointError, match="another version"):
         _certify(objective, file)
 

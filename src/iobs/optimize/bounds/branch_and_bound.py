@@ -88,7 +88,7 @@ def certify(
         objective: a convex objective of `iobs.objectives`, or an `iobs.Quadratic` of one row. Of an objective with
             several coefficients per feature k counts features.
         k: number of non-zeros, forced coordinates not counted.
-        fit: the support to start from; found by the best known method if not given.
+        fit: the support to start from, fitted anew; found by the best known method if not given.
         gap: relative gap at which to stop.
         seconds: time limit, compilation not counted; the remaining gap is reported.
         max_nodes: largest number of nodes.
@@ -102,7 +102,7 @@ def certify(
     Raises:
         ProblemError: f is not known to be convex, or has a coefficient that nothing bounds; above 4,096 coordinates f
             is a quadratic but no least squares, has forced coordinates, or the time is too short to see all columns; a
-            limit is negative or NaN; `fit` is not a `Fit` of at most k coordinates.
+            limit is negative or NaN; `fit` is not a `Fit` of at most k coordinates, or one of another size.
         NotPositiveDefiniteError: the Hessian has a negative eigenvalue.
         CheckpointError: the checkpoint is of another problem or gap, damaged, or no checkpoint of a proof.
     """
@@ -123,6 +123,10 @@ def certify(
     limits = ProofLimits(gap, begun, seconds, max_nodes)
     if fit is not None and np.setdiff1d(fit.support, problem.forced).size > k * objective.outputs:
         raise ProblemError(f"The fit has {fit.support.size} coordinates, which is more than k = {k}.")
+    if fit is not None:  # it may be of other data, or outside the bounds
+        if fit.theta.size != objective.dimension:
+            raise ProblemError(f"The fit has {fit.theta.size} coefficients and f has {objective.dimension}.")
+        fit = refit(objective, np.union1d(fit.support, problem.forced).astype(np.int64), fit.theta, bounds=bounds)
     if general:
         return certify_convex(problem, bounds, fit, limits, on_progress, checkpoint)
     proved: Certificate | None = None

@@ -6,7 +6,6 @@ The file is an .npz of plain arrays.
 from __future__ import annotations
 
 import time
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,16 @@ from iobs.optimize.objectives.base import Objective
 from iobs.optimize.objectives.design import Array
 from iobs.optimize.refit.newton import Fit
 
-_FORMAT = 1
+_FORMAT = 2
 _EVERY = 120.0  # seconds between two files
 _SHARE = 0.05  # most of the time that writing may take
 _EQUAL = 1e-10  # relative rounding of f and its gradient on another machine
 
 
 def identity_of(objective: Objective, **settings: Any) -> dict[str, Array]:
-    """Settings of a problem, and f with its gradient at a point of no special kind: they tell problems apart.
+    """Settings of a problem, and f with its slopes at a point of no special kind: they tell problems apart.
+
+    Slopes are relative to the square root of the curvature, so that columns of any unit count alike.
 
     Args:
         objective: f.
@@ -37,9 +38,10 @@ def identity_of(objective: Objective, **settings: Any) -> dict[str, Array]:
     d = objective.dimension
     direction = np.random.default_rng(0).uniform(-1.0, 1.0, d) / max(d, 1)
     curvature = objective.hessian_diagonal(np.zeros(d))
-    point = direction / np.sqrt(np.where(curvature > 0, curvature, 1.0))  # no margin is far from 0
-    value, gradient = objective.value_and_gradient(point)
-    return {**{name: np.asarray(setting) for name, setting in settings.items()}, "loss": np.append(value, gradient)}
+    units = np.sqrt(np.where(curvature > 0, curvature, 1.0))
+    value, gradient = objective.value_and_gradient(direction / units)  # no margin is far from 0
+    measured = {"loss": value, "slopes": gradient / units, "units": units}
+    return {name: np.asarray(setting) for name, setting in {**settings, **measured}.items()}
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,14 @@ class ProofCheckpoint:
 
     def _read(self) -> SavedProof:
         try:
-            with np.load(self.file, allow_pickle=False) as opened:
-                stored = {name: opened[name] for name in opened.files}
+            with self.file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+                stored = {name: arrays[name] for name in arrays.files}
             known = int(stored["format"]) == _FORMAT
-        except (OSError, ValueError, KeyError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+            different = [name for name, value in self._identity.items() if known and not _equal(stored, name, value)]
+        except Exception as error:  # damaged and foreign files raise many types
             raise CheckpointError(f"{self.file} is damaged, or no checkpoint of a proof; give another file.") from error
         if not known:
             raise CheckpointError(f"{self.file} was written by another version of iobs; give another file.")
-        different = [name for name, value in self._identity.items() if not _equal(stored[f"is_{name}"], value)]
         if different:
             raise OtherRunError(
                 f"The checkpoint {self.file} is of another problem: its {' and '.join(different)} differ. Give what it "
@@ -144,9 +146,8 @@ class ProofCheckpoint:
         return SavedProof(state, fit, stored["limits"][0], stored["limits"][1], seconds)
 
 
-def _equal(stored: Array, value: Array) -> bool:
-    """Check that two settings are equal, up to rounding."""
-    if stored.shape != value.shape:
-        return False
-    largest = float(np.abs(value[np.isfinite(value)]).max(initial=0.0))
-    return bool(np.isclose(stored, value, rtol=_EQUAL, atol=_EQUAL * largest).all())
+def _equal(stored: Mapping[str, Array], name: str, value: Array) -> bool:
+    """Check that a setting is equal, up to rounding; slopes may cancel, and are rounded relative to the largest."""
+    kept = stored[f"is_{name}"]
+    size = float(np.abs(value).max(initial=0.0)) if name == "slopes" else 0.0
+    return kept.shape == value.shape and bool(np.isclose(kept, value, rtol=_EQUAL, atol=_EQUAL * size).all())

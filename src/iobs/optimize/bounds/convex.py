@@ -114,8 +114,8 @@ class FeatureProblem:
         infinite = np.full(self.owner.size, np.inf)
         bounds = Bounds(-infinite, infinite) if self.bounds is None else self.bounds
         return identity_of(
-            self.problem.objective, k=self.size, candidates=self.candidates, lower=bounds.lower, upper=bounds.upper,
-            gap=gap,
+            self.problem.objective, k=self.size, forced=self.problem.forced, candidates=self.candidates,
+            lower=bounds.lower, upper=bounds.upper, gap=gap,
         )  # fmt: skip
 
     def relaxable(
