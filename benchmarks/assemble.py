@@ -144,7 +144,12 @@ SECTIONS = (
             ("With noise", "Sparse regression with noise (the same)"),
         ),
     ),
-    Section("proofs", proofs.tables, "proofs of the best k columns beside El0ps, OKRidge, l0bnb and SCIP"),
+    Section(
+        "proofs",
+        proofs.tables,
+        "proofs of the best k columns beside El0ps, OKRidge, l0bnb and SCIP",
+        (("Value, gap and time", "Proofs of the best k columns, beside other solvers"),),
+    ),
     Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
