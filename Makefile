@@ -140,6 +140,7 @@ benchmarks: setup
 	$(BENCHMARK)/recovery.py $(AGAIN)
 	$(BENCHMARK)/proof_floors.py $(AGAIN)
 	$(BENCHMARK)/proofs.py $(AGAIN)
+	-$(BENCHMARK)/equations.py $(AGAIN)
 	-$(BENCHMARK)/small_regression.py $(AGAIN)
 	$(BENCHMARK)/resume_kills.py
 	$(BENCHMARK)/resume_kills.py --recipe fast

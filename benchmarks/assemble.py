@@ -17,6 +17,7 @@ import chita_report
 import depth
 import encoders
 import equal_bytes
+import equations
 import exports
 import grid_layers
 import grid_report
@@ -150,6 +151,7 @@ SECTIONS = (
         "proofs of the best k columns beside El0ps, OKRidge, l0bnb and SCIP",
         (("Value, gap and time", "Proofs of the best k columns, beside other solvers"),),
     ),
+    Section("equations", equations.tables, "equations from data beside MIOSR, which calls Gurobi"),
     Section("proof_floors", proof_floors.tables, "how far any relaxation can prove a support"),
     Section("regression_race", regression_race_report.tables, "sparse regression beside six libraries, small to wide"),
     Section("small_regression", small_regression.tables, "time of small regressions beside abess"),
