@@ -15,6 +15,7 @@ from iobs.optimize.bounds.branch_and_bound import CertificateTree
 from iobs.optimize.bounds.certificate import ProofLimits
 from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.convex import CertificateSearch, FeatureProblem
+from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.objectives import Cox, Gamma, LeastSquares, Logistic, NegativeBinomial, Poisson, Tweedie, from_torch
 from iobs.optimize.objectives.tabled import Multinomial
 from iobs.optimize.problem import Problem
@@ -480,3 +481,13 @@ def test_a_fit_of_another_problem_proves_nothing_wrong(limits, rng):
         assert found.upper == pytest.approx(best.upper)
     with pytest.raises(ProblemError, match="8 coefficients and f has 9"):
         iobs.certify(Logistic(X, margin > 0, ridge=5.0, intercept=True), 2, fit=found.fit)
+
+
+def test_counts_with_equal_correlations_take_few_steps_for_a_node(monkeypatch, rng):
+    X = rng.standard_normal((200, 150)) + rng.standard_normal((200, 1))
+    margin = X[:, :4].sum(axis=1)
+    objective = Poisson(X, rng.poisson(np.exp(margin / margin.std())), ridge=0.3)
+    steps, tangent = [], SparseConvex.tangent
+    monkeypatch.setattr(SparseConvex, "tangent", lambda *arguments: steps.append(1) or tangent(*arguments))
+    found = iobs.certify(objective, 4, max_nodes=12)
+    assert len(steps) < 15 * found.nodes

@@ -39,7 +39,7 @@ _STEPS = 40  # most Newton steps of one node
 _OF_A_GROUP = 4  # free features of the largest costs of each group that the working set holds
 _ALL = 48  # up to so many free coordinates the working set holds all of them
 _HALVINGS = 12
-_INNER = 0.03  # accuracy of coordinate descent, relative to the square root of what the bound still lacks
+_INNER = 0.03  # accuracy of the first descent, relative to the square root of what the bound still lacks
 _SWEEPS = 400  # most passes of coordinate descent at one price
 _JUMPED = 120  # most coordinates for which a linear system is solved between passes
 _ROUNDS = 40  # most changes of the prices in one Newton step
@@ -225,13 +225,14 @@ class SparseConvex:
             working = self._working(theta, held, limited, tangent.costs, choices)
             if not working.size:
                 break
+            inner = _INNER * 0.5**step  # a pass that ends early costs a Newton step with a new Hessian
             block = objective.hessian_block(theta, working)
             block[np.diag_indices(working.size)] -= self.ridge[working]
             point = theta[working].copy()
             prices = _minimise_model(
                 block, slope[working].copy(), point, self.ridge[working], self.lower[working], self.upper[working],
                 self._starts(working), held[working], part[working], choices.room, prices, choices.limited,
-                max(_INNER * np.sqrt(abs(enough - best[0]) / working.size), 1e-8 * np.sqrt(abs(value))),
+                max(inner * np.sqrt(abs(enough - best[0]) / working.size), 1e-8 * np.sqrt(abs(value))),
             )  # fmt: skip
             moved = theta.copy()
             moved[working] = point
