@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 
 import numpy as np
@@ -491,3 +492,21 @@ def test_counts_with_equal_correlations_take_few_steps_for_a_node(monkeypatch, r
     monkeypatch.setattr(SparseConvex, "tangent", lambda *arguments: steps.append(1) or tangent(*arguments))
     found = iobs.certify(objective, 4, max_nodes=12)
     assert len(steps) < 15 * found.nodes
+
+
+def test_every_bound_says_how_it_was_obtained(rng):
+    X = rng.standard_normal((60, 12))
+    margin = X[:, :3].sum(axis=1) + rng.standard_normal(60)
+    wide = LeastSquares(X[:8], margin[:8])
+    bases = {
+        "perspective relaxation": iobs.certify(Logistic(X, margin > 0, ridge=1.0), 3),
+        "perspective relaxation, within bounds .* that the data prove": iobs.certify(
+            Poisson(X, np.round(margin**2)), 3
+        ),
+        "minimisers of the quadratic": iobs.certify(LeastSquares(X, margin), 3),
+        "every support": iobs.certify(wide, 3),
+        "the only fit": iobs.certify(LeastSquares(np.zeros((5, 2)), margin[:5]), 0),
+        "nothing yet": iobs.certify(Poisson(X, np.round(margin**2)), 3, seconds=0.0),
+    }
+    for basis, certificate in bases.items():
+        assert re.search(basis, certificate.basis)

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 _FIRST_SECONDS = 0.5  # time of this tree of quadratics before the perspective relaxation is tried
 _RELAXED_SHARE = 0.3  # share of the time limit for the relaxation where there is no ridge
 _FIRST_SHARE = 0.1  # share of the time limit before tangents are tried
+_NO_CHOICE = "there is nothing to choose"
+_BY_MINIMISERS = "minimisers of the quadratic without excluded columns, and what more exclusions cost at least"
+_BY_COMPONENTS = "the most that each independent part of the columns can save"
 _BOX_LIMIT = 2048  # most coordinates for tangents, which hold several arrays of d^2 numbers
 
 
@@ -137,8 +140,9 @@ def certify(
         proved = unproved(problem, None, fit, limits, INTERRUPTED) if proved is None else proved
         start = problem.at_zero[0]
         return summarised(
-            proved.lower, proved.fit, start, limits, proved.nodes, proved.margin, INTERRUPTED, complete=False
-        )
+            proved.lower, proved.fit, start, limits, proved.nodes, proved.margin, INTERRUPTED, proved.basis,
+            complete=False,
+        )  # fmt: skip
     assert proved is not None
     return proved
 
@@ -180,7 +184,7 @@ def _proofs(
     if certificate.closed or tree.reason == INTERRUPTED:
         return
     lower, margin = _bound_in_boxes(tree.quadratic, certificate, limits.begun + 0.9 * limits.seconds)
-    tree.raise_bound(lower, margin)
+    tree.raise_bound(lower, margin, "tangents of the quadratic within boxes around all better supports")
     yield tree.run(1.0)
 
 
@@ -205,7 +209,7 @@ def _certify_relaxed(
         relaxed = replace(before, fit=relaxed.fit, upper=relaxed.upper, reason=relaxed.reason)
     return summarised(
         min(relaxed.lower, relaxed.upper), relaxed.fit, problem.at_zero[0], limits, before.nodes + relaxed.nodes,
-        relaxed.margin, relaxed.reason, complete=False,
+        relaxed.margin, relaxed.reason, relaxed.basis, complete=False,
     )  # fmt: skip
 
 
@@ -214,7 +218,7 @@ def _certify_screened(problem: Problem, fit: Fit, limits: ProofLimits) -> Certif
     start = problem.at_zero[0]
     if problem.size == 0:
         fit = refit(problem.objective, problem.forced)
-        return summarised(fit.value, fit, start, limits, 0, 0.0, "there is nothing to choose", complete=True)
+        return summarised(fit.value, fit, start, limits, 0, 0.0, _NO_CHOICE, "the only fit", complete=True)
     screened_problem = screened(problem, fit.value, limits.begun + 0.7 * limits.seconds)
     candidates = np.union1d(screened_problem.coordinates, fit.support).astype(np.int64)
     count = f"{candidates.size:,} of {problem.dimension:,} coordinates"
@@ -222,7 +226,7 @@ def _certify_screened(problem: Problem, fit: Fit, limits: ProofLimits) -> Certif
     if candidates.size > _BOX_LIMIT:
         reason = f"{screening}, and at most {_BOX_LIMIT:,} can be searched"
         lower = max(0.0, screened_problem.lower)  # least squares
-        return summarised(lower, fit, start, limits, 0, 1e-9 * abs(start), reason, complete=False)
+        return summarised(lower, fit, start, limits, 0, 1e-9 * abs(start), reason, _BY_COMPONENTS, complete=False)
     part = refit(problem.objective.restricted(candidates), np.searchsorted(candidates, fit.support).astype(np.int64))
     seconds = max(0.0, limits.seconds - limits.elapsed())
     inner = certify(
@@ -258,6 +262,7 @@ class CertificateTree(SupportTree):
         singular: whether the Hessian is singular on all usable coordinates.
         lower: a lower bound proved by other means than the tree.
         reason: why the search ended, in words; empty while it can go on.
+        basis: how its own bounds are obtained, in words.
     """
 
     _tied_order = -1  # most bounds are equal there, and only small nodes have better ones
@@ -266,6 +271,7 @@ class CertificateTree(SupportTree):
         super().__init__(quadratic, quadratic.count)
         self.best, self.limits = fit, limits
         self.singular, self.reason, self.lower = False, "", -np.inf
+        self.basis, self._other = _BY_MINIMISERS, ""
 
     @property
     def limit(self) -> float:
@@ -275,7 +281,8 @@ class CertificateTree(SupportTree):
     def begin(self) -> None:
         """Put the root on the heap, a tied one where the Hessian is singular."""
         if not self.quadratic.usable.size:
-            self.lower, self.reason = self.quadratic.start, "there is nothing to choose"
+            self.lower, self.reason = self.quadratic.start, _NO_CHOICE
+            self.basis = "the only fit"
             return
         root = self._root()
         self.singular = root is None or root.tied
@@ -297,20 +304,20 @@ class CertificateTree(SupportTree):
         self.nodes += result.nodes
         self.lower = self.best.value if self.best.value <= result.value + result.margin else result.value
         self.margin = max(self.margin, result.margin)
-        self.reason = f"all {result.supports:,} supports were tried"
+        self.reason, self.basis = f"all {result.supports:,} supports were tried", "the fit of every support"
         return True
 
-    def raise_bound(self, lower: float, margin: float) -> None:
+    def raise_bound(self, lower: float, margin: float, basis: str) -> None:
         """Take in a lower bound that was proved by other means, with its rounding margin."""
         if lower > self.lower:
-            self.lower, self.margin = lower, max(self.margin, margin)
+            self.lower, self.margin, self._other = lower, max(self.margin, margin), basis
 
     def take(self, other: Certificate) -> None:
         """Take in the fit, the bound and the count of nodes of another search."""
         if other.upper < self.best.value:
             self.best = other.fit
         self.nodes = other.nodes
-        self.raise_bound(other.lower, other.margin)
+        self.raise_bound(other.lower, other.margin, other.basis)
 
     def run(self, share: float) -> Certificate:
         """Search for a share of the time limit; a later call continues."""
@@ -385,5 +392,6 @@ class CertificateTree(SupportTree):
             self.nodes,
             self.margin,
             reason or self.reason,
+            self._other if self._other and lower <= self.lower else self.basis,
             complete=not self.open,
         )

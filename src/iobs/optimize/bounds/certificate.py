@@ -28,6 +28,7 @@ class Certificate:
         margin: absolute allowance for rounding in every comparison.
         message: the result in words.
         reason: why the search ended, in words.
+        basis: how the bound was obtained, in words.
     """
 
     lower: float
@@ -41,6 +42,7 @@ class Certificate:
     margin: float
     message: str
     reason: str
+    basis: str
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def negligible(upper: float, start: float, gap: float = 0.0) -> float:
 
 
 def summarised(
-    lower: float, fit: Fit, start: float, limits: ProofLimits, nodes: int, margin: float, reason: str, *, complete: bool
-) -> Certificate:
+    lower: float, fit: Fit, start: float, limits: ProofLimits, nodes: int, margin: float, reason: str, basis: str, *,
+    complete: bool,
+) -> Certificate:  # fmt: skip
     """The certificate of the best fit, given a proved lower bound and f(0); `complete`: no support is left to try."""
     upper, seconds = fit.value, limits.elapsed()
     gap = relative_gap(lower, upper)
@@ -111,4 +114,4 @@ def summarised(
     else:
         what = f"nothing is proved yet; at most {upper:.6g}"
     message = f"{what} ({nodes} nodes, {seconds:.2f} s, rounding margin {margin:.1e}): {reason}"
-    return Certificate(lower, upper, gap, explained, fit, nodes, seconds, closed, margin, message, reason)
+    return Certificate(lower, upper, gap, explained, fit, nodes, seconds, closed, margin, message, reason, basis)

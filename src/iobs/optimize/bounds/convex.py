@@ -214,6 +214,7 @@ class CertificateSearch(ConvexTree):
         checkpoint: ProofCheckpoint | None = None,
     ) -> None:
         self.best, self.limits, self._report, self._next = fit, limits, on_progress, 0.0
+        self._features = features
         self._checkpoint, saved = checkpoint, None if checkpoint is None else checkpoint.saved
         problem = features.relaxable(fit, fit.value, limits.deadline, saved)
         super().__init__(problem, features.size, features.candidates, features.bounds)
@@ -222,6 +223,16 @@ class CertificateSearch(ConvexTree):
         failed = self.save()
         if failed:  # before any work
             raise CheckpointError(failed)
+
+    @property
+    def basis(self) -> str:
+        """How the bounds are obtained."""
+        searched, given = self.problem, self._features.bounds
+        counting = searched.always | searched.coordinates(self._features.candidates)
+        lower, upper = (-np.inf, np.inf) if given is None else (given.lower, given.upper)
+        derived = ((searched.lower > lower) | (searched.upper < upper))[counting].any()
+        within = ", within bounds on the coefficients that the data prove" if derived else ""
+        return f"tangents of the loss at points of the perspective relaxation{within}"
 
     @property
     def limit(self) -> float:
@@ -306,7 +317,7 @@ def certify_convex(
     lower = min(search.lower + rounding, best.value)
     return summarised(
         lower, best, start, limits, search.nodes, max(search.margin, rounding),
-        reason or "no part of the search tree is left", complete=False,
+        reason or "no part of the search tree is left", search.basis, complete=False,
     )  # fmt: skip
 
 
@@ -314,7 +325,7 @@ def unproved(problem: Problem, bounds: Bounds | None, fit: Fit | None, limits: P
     """The certificate of a search that ended before its first bound; without a fit that of the forced coordinates."""
     fit = refit(problem.objective, problem.forced, bounds=bounds) if fit is None else fit
     best = _on_given(problem.objective, fit, bounds)
-    return summarised(-np.inf, best, problem.at_zero[0], limits, 0, 0.0, reason, complete=False)
+    return summarised(-np.inf, best, problem.at_zero[0], limits, 0, 0.0, reason, "nothing yet", complete=False)
 
 
 @cache
