@@ -226,7 +226,7 @@ class CertificateSearch(ConvexTree):
 
     @property
     def basis(self) -> str:
-        """How the bounds are obtained."""
+        """The way in which bounds are obtained, in words."""
         searched, given = self.problem, self._features.bounds
         counting = searched.always | searched.coordinates(self._features.candidates)
         lower, upper = (-np.inf, np.inf) if given is None else (given.lower, given.upper)
