@@ -28,7 +28,7 @@ from language_models import MODEL, texts
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from networks import drawn
-from rows import Row, Rows, parser, require_data, stamp
+from rows import Row, Rows, is_model, parser, require_data, stamp
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -295,8 +295,7 @@ def main() -> None:
     for name, load in cases(given.data, given.models).items():
         if name not in given.networks or (given.quick and name != "resnet20"):
             continue
-        if name in ("minilm", "mpnet", "smollm2") and not (given.models / name / "config.json").exists():
-            print(f"No rows of {name}: {given.models / name} is no model directory; real_models.py makes it.")
+        if name in ("minilm", "mpnet", "smollm2") and not is_model(given.models / name, name):
             continue
         case = load()
         for form, make in forms(case).items():

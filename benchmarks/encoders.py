@@ -12,10 +12,8 @@ from pathlib import Path
 
 import torch
 from bytes_on_disk import NETWORKS, encoder
-from language_models import METHODS, MODEL, shown_pattern
-from rows import Row, Rows, measured, parser, require_data, stamp
-
-import iobs
+from language_models import MODEL, pruned, shown_pattern
+from rows import Row, Rows, is_model, parser, require_data, stamp
 
 ENCODERS = ("minilm", "mpnet")
 PATTERNS = ("0.5", "2:4")
@@ -26,12 +24,8 @@ QUICK = ("SparseGPT", "one-shot")
 def measure(folder: Path, data: Path, method: str, pattern: str) -> Row:
     """The scores after one run, and its processor time."""
     case = encoder(folder, data)
-    recipe = METHODS[method]
-    assert not callable(recipe)
-    with measured() as work:
-        report = iobs.prune(case.module, case.batches, pattern, recipe)
-    zeros = sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)
-    return {"zeros": zeros, **case.score(case.module), **work.fields()}
+    row = pruned(case.module, case.batches, method, pattern)
+    return row | case.score(case.module)
 
 
 def tables(rows: list[Row]) -> str:
@@ -45,13 +39,8 @@ def tables(rows: list[Row]) -> str:
         "stays dense.",
     ]
     for network in dict.fromkeys(row["network"] for row in rows):
-        lines += [
-            "",
-            f"## {NETWORKS[network]}",
-            "",
-            "| zeros | method | error of cosines | rank correlation | seconds |",
-        ]
-        lines[-1] += " / SparseGPT |"
+        lines += ["", f"## {NETWORKS[network]}", ""]
+        lines.append("| zeros | method | error of cosines | rank correlation | seconds | / SparseGPT |")
         lines.append("|---|---|---|---|---|---|")
         for pattern in PATTERNS:
             chosen = {row["method"]: row for row in rows if (row["network"], row["pattern"]) == (network, pattern)}
@@ -80,8 +69,7 @@ def main() -> None:
         networks, methods, patterns = ["minilm"], [*QUICK], ["0.5"]
     for network in networks:
         folder = given.models / network
-        if not (folder / "config.json").exists():
-            print(f"No rows of {network}: {folder} is no model directory; real_models.py makes it.")
+        if not is_model(folder, network):
             continue
         for pattern in patterns:
             for method in methods:

@@ -6,8 +6,8 @@ Both are optimizers of pysindy and see the same states: six systems, integrated 
 noise of one per cent of the standard deviation of each state. Derivatives are smoothed finite differences; the terms
 are polynomials of degree 3 (of three states 20 an equation). Each equation has as many terms as the true one, and a
 ridge of 0.01. One system is solved again with terms that are counted together and a linear equation between two
-coefficients. The loss is half the squared residual with the ridge; "true" says how many equations have
-exactly the true terms. One thread; processor seconds of the optimizer alone. It needs pysindy and gurobipy, whose free
+coefficients. The loss is half the squared residual with the ridge; "true" counts the equations with exactly the true
+terms. One thread; processor seconds of the optimizer alone. It needs pysindy and gurobipy, whose free
 licence holds for these sizes: pip install pysindy gurobipy.
 """
 
@@ -103,9 +103,9 @@ def measure(name: str, solver: str, seed: int) -> Row:
     names = library.get_feature_names()
     sizes, constraint = [len(of) for of in system.terms], {}
     if system.opposite:
-        row = np.zeros((1, sides.shape[1], terms.shape[1]))
-        row[0, :2, names.index(system.opposite)] = 1.0
-        constraint = {"constraint_lhs": row.reshape(1, -1), "constraint_rhs": np.zeros(1)}
+        left = np.zeros((1, sides.shape[1], terms.shape[1]))
+        left[0, :2, names.index(system.opposite)] = 1.0
+        constraint = {"constraint_lhs": left.reshape(1, -1), "constraint_rhs": np.zeros(1)}
     together = sum(sizes) if system.opposite else None
     optimizer: Any
     if solver == "iobs":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from alps_like import ALPSLike
-from rows import Row, Rows, measured, parser, stamp
+from rows import Row, Rows, is_model, measured, parser, stamp
 from torch import Tensor, nn
 
 import iobs
@@ -112,6 +112,15 @@ def texts(model: Path, data: Path) -> dict[str, Tensor]:
     }
 
 
+def pruned(model: nn.Module, batches: list[Batch], method: str, pattern: str) -> Row:
+    """The share of zeros after one run, and its work."""
+    with measured() as work:
+        recipe = METHODS[method]
+        report = iobs.prune(model, batches, pattern, recipe(model, batches, pattern) if callable(recipe) else recipe)
+    zeros = sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)
+    return {"zeros": zeros, **work.fields()}
+
+
 def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) -> Row:
     """Perplexities after one run, and its processor time."""
     model = models.load(str(folder), dtype=torch.float32).module
@@ -119,13 +128,7 @@ def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) ->
     if method != DENSE:
         calibration = text["calibration"][: FEWER_WINDOWS.get(method)]
         batches = [{"input_ids": windows} for windows in calibration.split(BATCH)]
-        with measured() as work:
-            recipe = METHODS[method]
-            report = iobs.prune(
-                model, batches, pattern, recipe(model, batches, pattern) if callable(recipe) else recipe
-            )
-        row = {"zeros": sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)}
-        row |= work.fields()
+        row = pruned(model, batches, method, pattern)
     return row | {name: perplexity(model, text[name]) for name in ("WikiText-2", "C4")}
 
 
@@ -180,8 +183,7 @@ def main() -> None:
     options.add_argument("--patterns", nargs="*", default=[*PATTERNS])
     options.add_argument("--methods", nargs="*", default=[*METHODS], choices=[*METHODS])
     given = options.parse_args()
-    if not (given.model / "config.json").exists():
-        print(f"No rows of language models: {given.model} is no model directory; real_models.py makes it.")
+    if not is_model(given.model, "language models"):
         return
     torch.set_num_threads(1)
     rows, text = Rows("language_models", ("method", "pattern"), again=given.again), texts(given.model, given.data)

@@ -224,6 +224,19 @@ def parser(description: str | None, data: bool = True) -> argparse.ArgumentParse
     return found
 
 
+def is_model(folder: Path, rows: str) -> bool:
+    """Check that there is a model directory; if there is none, say so.
+
+    Args:
+        folder: of the model.
+        rows: what is not measured without it, for the message.
+    """
+    if not (folder / "config.json").exists():
+        print(f"No rows of {rows}: {folder} is no model directory; real_models.py makes it.")
+        return False
+    return True
+
+
 def importable(rows: str, *packages: str) -> bool:
     """Import packages that some rows need; if one of them is missing or broken, say so.
 

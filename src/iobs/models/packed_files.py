@@ -27,16 +27,7 @@ from torch import Tensor, nn
 from iobs.core.files import PACKED, expanded, is_packed_file, weight_files
 from iobs.errors import ModelError, NonFiniteError
 from iobs.models.output import copy_companions
-from iobs.models.packed_tensors import (
-    MOST_HEAD,
-    entry_of,
-    is_short,
-    pack_code,
-    pack_values,
-    parts_of,
-    shortest,
-    unpack_tensor,
-)
+from iobs.models.packed_tensors import MOST_HEAD, entry_of, pack_code, parts_of, shortest, unpack_tensor
 from iobs.models.ready import fill_packed, read_ready, weight_of
 from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_entries
 from iobs.pruning.runtime.scratch import scratch_folder
@@ -269,8 +260,6 @@ def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[byt
     A code is looked for first, since it takes no other dtype.
     """
     code = pack_code(tensor)
-    if is_short(code, tensor):
-        return code, tensor
     if code is None and dtype is not None and _is_wider(tensor, dtype):
         rounded = tensor.to(dtype)
         if bool((rounded.isinf() & ~tensor.isinf()).any()):
@@ -278,10 +267,8 @@ def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[byt
         tensor = rounded
     halves = [half for half in _HALVES if _is_wider(tensor, half) and torch.equal(tensor.to(half).to(tensor), tensor)]
     narrow = tensor.to(halves[0]) if halves else tensor
-    data = shortest([pack_values(narrow)], narrow)
-    if code is not None and len(code) < (narrow.nbytes if data is None else len(data)):
-        return code, tensor
-    return data, narrow
+    data = shortest(code, narrow)
+    return data, tensor if data is not None and data is code else narrow
 
 
 def _is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:

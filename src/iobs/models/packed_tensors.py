@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ _MOST_DISTINCT = 0.88  # share of the magnitudes of a group that differ, above w
 
 def pack_tensor(tensor: Tensor) -> bytes | None:
     """The bytes of a tensor; None if no form is shorter than the tensor."""
-    code = pack_code(tensor)
-    return shortest([code] if is_short(code, tensor) else [code, pack_values(tensor)], tensor)
+    return shortest(pack_code(tensor), tensor)
 
 
 def pack_code(tensor: Tensor) -> bytes | None:
@@ -69,19 +68,13 @@ def pack_code(tensor: Tensor) -> bytes | None:
     return None if found is None else _whole(*found, tensor)
 
 
-def pack_values(tensor: Tensor) -> bytes | None:
-    """The bytes of a tensor of any floating-point values; None for others."""
-    return _whole(_VALUES, _values_body(tensor), tensor) if _is_packable(tensor) else None
-
-
-def is_short(code: bytes | None, tensor: Tensor) -> bool:
-    """True if values cannot be shorter than a code: they take a byte and more, unless there are many zeros."""
-    return code is not None and len(code) <= tensor.numel()
-
-
-def shortest(forms: Iterable[bytes | None], tensor: Tensor) -> bytes | None:
-    """The shortest of some forms of a tensor; None if the tensor itself is as short."""
-    found = min((form for form in forms if form is not None), key=len, default=None)
+def shortest(code: bytes | None, tensor: Tensor) -> bytes | None:
+    """The shorter of the code of a tensor, if it has one, and its values; None if the tensor itself is as short."""
+    forms = [] if code is None else [code]
+    # Values take a byte and more, unless there are many zeros.
+    if _is_packable(tensor) and (code is None or len(code) > tensor.numel()):
+        forms.insert(0, _whole(_VALUES, _values_body(tensor), tensor))
+    found = min(forms, key=len, default=None)
     return found if found is not None and len(found) < tensor.nbytes else None
 
 
