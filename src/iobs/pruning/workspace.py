@@ -37,7 +37,6 @@ from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.outputs import has_outputs_by_position
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units import SitesOfLayers
@@ -289,15 +288,10 @@ class Workspace:
             for layer in self.tables
         }
 
-    @property
-    def by_position(self) -> bool:
-        """True if the model gives an output for every position of text."""
-        return has_outputs_by_position(self.fit.batches[0])
-
     def importance_of(self, layer: Layer) -> Tensor | None:
         """Relative weights of the errors of a layer's rows, (rows,); None if they decide nothing."""
-        weighs = self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or self.by_position)
-        weighs = weighs and rows_compete(self.request.patterns[layer])
+        weighs = self.recipe.may_weigh_rows and rows_compete(self.request.patterns[layer])
+        weighs = weighs and (self.recipe.curvature == "fisher" or data_batches.positions(self.fit.batches[0]) > 1)
         weighs = weighs or layer in self.tables  # frequencies of tokens
         return self.fisher.relative(layer) if weighs else None
 

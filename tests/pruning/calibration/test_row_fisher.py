@@ -35,34 +35,42 @@ def data(convolution=False):
     return list(torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)))
 
 
-def labels_of(logs, generator):
-    """Drawn labels (rows, 1): the first class whose cumulative chance exceeds a uniform number."""
-    sums = logs.detach().exp().cumsum(-1)
-    return (sums <= torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]).sum(-1, keepdim=True)
+def gradients_of(scores, generator):
+    """Random gradients at scores (rows, classes), by the square root of their Fisher information as a matrix."""
+    signs = 2.0 * torch.randint(0, 2, scores.shape, generator=generator, dtype=torch.int8) - 1
+    roots = scores.detach().softmax(-1).sqrt()
+    matrices = torch.diag_embed(roots) - roots.square()[:, :, None] * roots[:, None, :]
+    return (matrices @ signs[:, :, None])[..., 0]
 
 
-def test_labels_are_drawn_from_the_chances_of_the_model():
-    chances = torch.tensor([[0.1, 0.2, 0.0, 0.7], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]).repeat(20_000, 1)
-    drawn = module._drawn(chances.clone(), torch.Generator().manual_seed(0)).view(-1, 3)
-    for row, expected in enumerate(chances[:3]):
-        counts = torch.bincount(drawn[:, row], minlength=4)
-        assert not counts[expected == 0].any()
-        torch.testing.assert_close(counts / len(drawn), expected, rtol=0, atol=0.015)
-    broken = module._drawn(torch.full((5, 3), float("nan")), torch.Generator())  # the sweep names the layer later
-    assert ((broken >= 0) & (broken < 3)).all()
+def test_gradients_at_scores_have_the_fisher_information_as_their_second_moment(monkeypatch):
+    monkeypatch.setattr(module, "_PIECE", 7)
+    scores = torch.tensor([[1.0, 0.0, -2.0, 3.0], [0.0, 0.0, 0.0, 0.0], [60.0, 0.0, -60.0, 0.0]])
+    found = module.score_gradients(scores.repeat(20_000, 1), torch.Generator().manual_seed(0)).view(-1, 3, 4)
+    chances = scores.softmax(-1)
+    expected = torch.diag_embed(chances) - chances[:, :, None] * chances[:, None, :]
+    torch.testing.assert_close(torch.einsum("nri,nrj->rij", found, found) / len(found), expected, rtol=0, atol=0.01)
 
 
-def test_labels_are_drawn_where_a_gpu_must_be_deterministic(gpu):
-    chances = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
-    expected = module._drawn(chances.clone(), torch.Generator().manual_seed(0))
-    there = chances.to("cuda")
+def test_classes_that_are_rarely_drawn_have_prices_too():
+    """A number of an embedding has a row of the last layer to itself: labels drawn for a few samples miss most rows."""
+    torch.manual_seed(0)
+    model, batches = nn.Sequential(nn.Linear(6, 400)), data()
+    (layer,) = find_layers(model)
+    found = row_fisher(model, [layer], [], Samples.of(batches), seed=0).outputs[layer]
+    chances = model(torch.cat(batches)).softmax(-1).detach().double()
+    torch.testing.assert_close(found, (chances * (1 - chances)).mean(0), rtol=0.15, atol=0)
+
+
+def test_gradients_at_scores_of_a_gpu_that_must_be_deterministic_are_those_of_the_processor(gpu):
+    scores = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    expected = module.score_gradients(scores, torch.Generator().manual_seed(0))
     torch.use_deterministic_algorithms(True)
     try:
-        drawn = module._drawn(there, torch.Generator().manual_seed(0))
+        found = module.score_gradients(scores.to("cuda"), torch.Generator().manual_seed(0))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert drawn.device.type == "cuda"
-    assert drawn.tolist() == expected.tolist()
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -76,9 +84,8 @@ def test_prices_are_squared_gradients_at_outputs(convolution, frozen):
     for place, batch in enumerate(batches):
         generator = torch.Generator().manual_seed(3 + place)
         hidden = model[0](batch).detach().requires_grad_()
-        logs = model[1](hidden).log_softmax(-1)
-        labels = labels_of(logs, generator)
-        (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), hidden)
+        scores = model[1](hidden)
+        (gradient,) = torch.autograd.grad(scores, hidden, gradients_of(scores, generator))
         total = total + gradient.double().square().movedim(1, -1).flatten(0, -2).sum(0)
     torch.testing.assert_close(found.outputs[layer], total / 36, rtol=1e-5, atol=0)
 
@@ -99,13 +106,12 @@ def test_prices_of_text_are_squared_gradients_at_outputs():
             hook = model.get_submodule(layer.path).register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
             tokens = batch["input_ids"] if isinstance(batch, dict) else batch
             tokens = tokens[0] if isinstance(tokens, (tuple, list)) else tokens
-            logs = model(tokens)
-            logs = getattr(logs, "logits", logs)
-            logs = logs.flatten(0, -2).log_softmax(-1)
+            scores = model(tokens)
+            scores = getattr(scores, "logits", scores)
+            scores = scores.flatten(0, -2)
             hook.remove()
-            labels = labels_of(logs, generator)
-            (gradient,) = torch.autograd.grad(logs.gather(1, labels).sum(), outputs)
-            total, count = total + gradient.double().flatten(0, -2).square().sum(0), count + len(logs)
+            (gradient,) = torch.autograd.grad(scores, outputs, gradients_of(scores, generator))
+            total, count = total + gradient.double().flatten(0, -2).square().sum(0), count + len(scores)
         torch.testing.assert_close(found.outputs[layer], total / count, rtol=1e-5, atol=0)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import iobs
 from iobs.errors import LayerSelectionError, PatternError, ProblemError
-from iobs.pruning.layerwise.problem import solve_layer
+from iobs.pruning.layerwise.problem import Task, solve_layer
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan import curves
 from iobs.pruning.plan.counts import Curve, keep_ranges, optimal_counts, within_support
@@ -330,3 +330,40 @@ def test_allocation_of_a_sparse_network_keeps_the_exact_count(network, criterion
         report = iobs.prune(model, data, iobs.Unstructured(sparsity), iobs.Recipe(), **choices)
         assert report.zeros == report.weights - round(report.weights * (1 - sparsity))
     assert all(0 <= effect < 1e6 for row in report.allocation for effect in row.effects)
+
+
+class Sentences(nn.Module):
+    """A model of text with one output for a sample, or for each position."""
+
+    def __init__(self, pooled):
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(20, 12), nn.Linear(12, 16), nn.Linear(16, 8)
+        self.pooled = pooled
+
+    def forward(self, input_ids):
+        hidden = self.body(self.table(input_ids)).relu()
+        return self.head(hidden.mean(1) if self.pooled else hidden)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_text_with_one_output_for_a_sample_has_trials_and_weighs_rows(pooled, monkeypatch):
+    """Errors at all positions come together in one output, which sums of squares miss; rows count as in other text."""
+    torch.manual_seed(0)
+    model, tried, weighed = Sentences(pooled), [], []
+    data = [{"input_ids": torch.randint(0, 20, (40, 9))} for _ in range(4)]
+
+    def of(values):
+        tried.append(values["trial"] is not None)
+        return damages(values)
+
+    def task(*arguments, importance):
+        weighed.append(importance is not None)
+        return Task(*arguments, importance=importance)
+
+    damages = Damages.of
+    monkeypatch.setattr(Damages, "of", of)
+    monkeypatch.setattr(curves, "Task", task)
+    iobs.prune(model, data, 0.5, "one-shot", ignore=[])
+    assert tried == [pooled] * 2
+    assert weighed
+    assert all(weighed)

@@ -1,9 +1,14 @@
 """Fisher information of the output rows of layers: one backward pass puts the errors of all layers on one scale.
 
 To second order, errors e_t of a layer's output at positions t cost the model 1/2 sum_t e_t^T F_t e_t nats of KL
-divergence. F_t = E[g_t g_t^T] is the Fisher information: g_t is the gradient of the log-likelihood at that output, for
-labels drawn from the model's own distribution. Its diagonal, summed over positions, gives each row a price. With it the
-quadratic of every layer is measured in nats of the model's loss, and layers, rows, zeros, bits and units compete.
+divergence. F_t = J_t^T F J_t is the Fisher information at that output: J_t is the Jacobian of the model's scores, and
+F = diag(p) - p p^T their information, for chances p. Its diagonal, summed over positions, gives each row a price. With
+it the quadratic of every layer is measured in nats of the model's loss, and layers, rows, zeros, bits and units
+compete.
+
+F = B B^T with B = diag(sqrt(p)) - p sqrt(p)^T: squares of J_t^T B z have this diagonal as their mean, for random signs
+z. Squared gradients for labels drawn from p have it too, but one label of many classes says nothing of the others: of
+the 384 numbers in an embedding of MiniLM, 130 sentences would price at most 130 (LOG.md).
 
 Matrices whose output no module returns, such as experts in one parameter, have their price from the gradient of the
 weight, G = sum_t g_t x_t^T: row i costs E[norm(G_i)^2] / E[norm(x_t)^2].
@@ -33,8 +38,8 @@ from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, afte
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.outputs import attended, attended_count, class_axis, logits, unpadded
+from iobs.pruning.samples.batches import Batch, size
+from iobs.pruning.samples.outputs import attended, attended_count, class_axis, is_by_position, logits, unpadded
 from iobs.pruning.samples.subsets import Samples
 
 # Most samples, and most positions of text, that prices and trials are measured on.
@@ -45,6 +50,8 @@ PRICED_TOKENS = 4096
 # Share of the mean price that every row has at least, besides its own. Rows that a few samples leave without a gradient
 # would otherwise be free.
 _FLOOR = 0.1
+_PIECE = 2**22  # scores whose gradients are made at once
+_BY_POSITION = "outputs by position"  # name in a checkpoint
 _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
 
 
@@ -76,11 +83,13 @@ class RowFisher:
         products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
             model. They are prices times the squared norm of an input.
         lookups: by layer, of tables of embeddings.
+        by_position: True if the model gives an output for every position of text; False: one for each sample.
     """
 
     outputs: dict[Layer, Tensor] = field(default_factory=dict)
     products: dict[Layer, Tensor] = field(default_factory=dict)
     lookups: dict[Layer, Lookup] = field(default_factory=dict)
+    by_position: bool = False
 
     @property
     def known(self) -> bool:
@@ -96,7 +105,8 @@ class RowFisher:
             ("price", {layer: lookup.prices for layer, lookup in self.lookups.items()}),
             ("count", {layer: torch.tensor(lookup.count) for layer, lookup in self.lookups.items()}),
         ]
-        return {f"{kind} {layer.name}": values for kind, of_layers in named for layer, values in of_layers.items()}
+        tensors = {f"{kind} {layer.name}": values for kind, of_layers in named for layer, values in of_layers.items()}
+        return {**tensors, _BY_POSITION: torch.tensor(self.by_position)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], layers: Sequence[Layer]) -> RowFisher:
@@ -107,7 +117,7 @@ class RowFisher:
 
         metrics, of_tokens, counts = prices("metric"), prices("price"), prices("count")
         lookups = {layer: Lookup(metrics[layer], of_tokens[layer], int(counts[layer])) for layer in metrics}
-        return cls(prices("output"), prices("product"), lookups)
+        return cls(prices("output"), prices("product"), lookups, bool(tensors.get(_BY_POSITION, False)))
 
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
@@ -156,7 +166,7 @@ def row_fisher(
         chain: blocks along which the model can be run; empty: the model is run as a whole.
         part: samples; at most `PROBE` of them are used, and of text `PRICED_TOKENS`, or `PROBE_TOKENS` with tables. All
             of them count tokens.
-        seed: of the drawn labels.
+        seed: of the random signs.
         tables: those of the layers whose price is that of a table of an embedding.
         ranks: processes that share the samples.
         residency: brings the blocks into memory, and keeps hidden states.
@@ -167,20 +177,70 @@ def row_fisher(
     share = ranks.share(part.first(PROBE, PROBE_TOKENS if tables else PRICED_TOKENS))
     data, draws = [], []
     for place, batch in enumerate(share.batches):
-        # A seed for each batch, so that labels do not depend on the number of ranks.
+        # A seed for each batch, so that signs do not depend on the number of ranks.
         generator = torch.Generator().manual_seed(seed + place * ranks.size + ranks.rank)
         for piece in batches.pieces(batch):
             data.append(piece)
             draws.append(generator)
-    squares = _Squares(model, layers, tables)
+    squares, outputs = _Squares(model, layers, tables), _Outputs(model, data, draws)
     if squares.embeddings:
         squares.count_tokens(chain, ranks.share(part).batches)
     if chain:
-        _BlockwisePass(model, layers, chain, data, draws, squares, residency or Residency()).run()
+        _BlockwisePass(model, layers, chain, outputs, squares, residency or Residency()).run()
     else:
-        for batch, generator in zip(data, draws, strict=True):
-            squares.add(layers, partial(_likelihood_of_model, model, batch, generator))
-    return squares.result(sum(attended_count(model, batch) for batch in data), ranks)
+        for index in range(len(data)):
+            squares.add(layers, partial(outputs.probe, index))
+    return squares.result(outputs, ranks)
+
+
+@dataclass
+class _Outputs:
+    """The outputs of the model, and random gradients at them.
+
+    Args:
+        model: the model.
+        data: batches.
+        generators: draw the signs, by batch.
+
+    Attributes:
+        samples: number of outputs so far, of models with one for each sample.
+        positions: number of outputs so far, without padding, of models with one for each position of text.
+    """
+
+    model: nn.Module
+    data: list[Batch]
+    generators: list[torch.Generator]
+    samples: int = 0
+    positions: int = 0
+
+    def probe(self, index: int, output: object = None) -> Tensor:
+        """A scalar whose gradient at the scores of a batch has their Fisher information as its second moment.
+
+        For outputs that are numbers, with normal errors of unit variance, it is their sum with random signs.
+
+        Args:
+            index: of the batch.
+            output: of the model on this batch; None: the model is run.
+
+        Raises:
+            ProblemError: the outputs of the model have no gradient.
+        """
+        model, batch, generator = self.model, self.data[index], self.generators[index]
+        scores = logits(batches.forward(model, batch) if output is None else output).float()
+        if is_by_position(scores, batch):
+            self.positions += attended_count(model, batch)
+        else:
+            self.samples += size(batch)
+        axis = class_axis(scores, batch)
+        if not scores.requires_grad:
+            raise ProblemError(
+                f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
+            )
+        if axis is None:
+            return scores.flatten() @ _signs((scores.numel(),), generator).to(scores.device, scores.dtype)
+        scores = unpadded(scores.movedim(axis, -1), attended(model, batch))
+        scores = scores.reshape(-1, scores.shape[-1])
+        return scores.flatten() @ score_gradients(scores.detach(), generator).flatten()
 
 
 class _Squares:
@@ -276,12 +336,14 @@ class _Squares:
             for tensor, gradient in zip(inputs, gradients[:first], strict=True)
         ]
 
-    def result(self, count: int, ranks: Ranks) -> RowFisher:
-        """The prices, from sums over `count` outputs of the model on this rank.
+    def result(self, outputs: _Outputs, ranks: Ranks) -> RowFisher:
+        """The prices, from sums over these outputs of the model on this rank.
 
         Layers without a finite gradient are left out.
         """
-        total = torch.tensor(float(count), dtype=torch.float64)
+        positions = torch.tensor(float(outputs.positions), dtype=torch.float64)
+        ranks.sum(positions)
+        total = torch.tensor(float(outputs.positions + outputs.samples), dtype=torch.float64)
         of_lookups = [tensor for sums in self.lookups.values() for tensor in sums.tensors]
         for tensor in (total, *self.outputs.values(), *self.products.values(), *of_lookups):
             ranks.sum(tensor)
@@ -297,7 +359,7 @@ class _Squares:
             for layer, lookup in lookups.items()
             if bool(lookup.metric.isfinite().all()) and bool(lookup.metric.any())
         }
-        return RowFisher(prices, usable(self.products), usable_lookups)
+        return RowFisher(prices, usable(self.products), usable_lookups, bool(positions))
 
 
 @dataclass(frozen=True)
@@ -398,8 +460,7 @@ class _BlockwisePass:
         model: the model.
         layers: the layers to prune.
         chain: its blocks.
-        data: batches.
-        generators: draw the labels, by batch.
+        outputs: of the batches.
         squares: takes the gradients.
         residency: brings the blocks into memory, and keeps hidden states.
     """
@@ -407,10 +468,14 @@ class _BlockwisePass:
     model: nn.Module
     layers: Sequence[Layer]
     chain: list[Block]
-    data: list[Batch]
-    generators: list[torch.Generator]
+    outputs: _Outputs
     squares: _Squares
     residency: Residency
+
+    @property
+    def data(self) -> list[Batch]:
+        """The batches."""
+        return self.outputs.data
 
     def run(self) -> None:
         """Run both passes."""
@@ -420,7 +485,7 @@ class _BlockwisePass:
         pulls = []
         for index in range(len(self.data)):
             hidden = self.residency.fetch(inputs[-1][index]).requires_grad_()
-            compute = partial(self._likelihood_behind, stream, index, hidden)
+            compute = partial(self._probe_behind, stream, index, hidden)
             pulls.append(self._keep(len(self.chain), index, *self.squares.add(outside, compute, hidden)))
         for stage in reversed(range(len(self.chain))):
             inside = stream.layers_of(stage, self.layers)
@@ -449,10 +514,10 @@ class _BlockwisePass:
             inputs.append([*stream.hidden])
         return inputs
 
-    def _likelihood_behind(self, stream: Stream, index: int, hidden: Tensor) -> Tensor:
-        """The likelihood from the output of the last block, which the modules behind it may change in place."""
+    def _probe_behind(self, stream: Stream, index: int, hidden: Tensor) -> Tensor:
+        """The probe from the output of the last block, which the modules behind it may change in place."""
         output = stream.output(index, hidden.clone())
-        return _likelihood(self.model, self.data[index], self.generators[index], output)
+        return self.outputs.probe(index, output)
 
     def _keep(self, stage: int, index: int, hidden: Tensor) -> Tensor:
         """Store what a batch has at the entry of a stage: its hidden state, and later the gradient of this state."""
@@ -466,55 +531,28 @@ def _through(stream: Stream, stage: int, index: int, hidden: Tensor) -> Tensor:
     return stream.through([stage], index, hidden.clone())
 
 
-def _likelihood_of_model(model: nn.Module, batch: Batch, generator: torch.Generator) -> Tensor:
-    return _likelihood(model, batch, generator, batches.forward(model, batch))
+def score_gradients(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Random gradients at scores whose second moment is their Fisher information, (rows, classes).
 
-
-def _likelihood(model: nn.Module, batch: Batch, generator: torch.Generator, output: object) -> Tensor:
-    """Sum of the log-likelihoods of drawn labels on a batch, a scalar.
-
-    Labels are drawn from the model's distribution; for outputs that are numbers, from normal errors of unit variance.
+    They are diag(sqrt(p)) z - p (sqrt(p)^T z) for chances p of the classes and random signs z.
 
     Args:
-        model: the model.
-        batch: of data.
-        generator: draws the labels.
-        output: of the model on this batch.
-
-    Raises:
-        ProblemError: the outputs of the model have no gradient.
+        scores: (rows, classes).
+        generator: draws the signs, on the processor.
     """
-    scores = logits(output).float()
-    axis = class_axis(scores, batch)
-    if axis is None:
-        likelihood = (scores * torch.randn(scores.shape, generator=generator).to(scores.device)).sum()
-    else:
-        scores = scores.movedim(axis, -1)
-        logs = scores.reshape(-1, scores.shape[-1]).log_softmax(-1)
-        drawn = _drawn(logs.detach().exp(), generator)
-        drawn_logs = logs.gather(1, drawn[:, None]).reshape(*scores.shape[:-1], 1)
-        likelihood = unpadded(drawn_logs, attended(model, batch)).sum()
-    if not likelihood.requires_grad:
-        raise ProblemError(
-            f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
-        )
-    return likelihood
+    gradients = torch.empty_like(scores)
+    count = max(1, _PIECE // scores.shape[1])  # the scores of a large vocabulary are most of the memory here
+    for start in range(0, len(scores), count):
+        rows = slice(start, start + count)
+        chances, into = scores[rows].softmax(-1), gradients[rows]
+        torch.mul(chances.sqrt(), _signs(chances.shape, generator).to(into.device, into.dtype), out=into)
+        into -= chances * into.sum(-1, keepdim=True)
+    return gradients
 
 
-def _drawn(chances: Tensor, generator: torch.Generator) -> Tensor:
-    """One class for each row of chances (rows, classes), (rows,) int64; any class where chances are not finite.
-
-    The chances are overwritten.
-
-    Several times as fast as `torch.multinomial`, which draws a number for every class. Sums on a GPU are not
-    deterministic, and torch refuses them to a user who asks for deterministic algorithms: the CPU makes them then.
-    """
-    device = chances.device
-    if torch.are_deterministic_algorithms_enabled():
-        chances = chances.cpu()
-    sums = chances.cumsum_(-1)  # in place: the scores of a large vocabulary are most of the memory here
-    levels = torch.rand(len(sums), 1, generator=generator).to(sums.device) * sums[:, -1:]
-    return torch.searchsorted(sums, levels, right=True)[:, 0].clamp_(max=chances.shape[-1] - 1).to(device)
+def _signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random signs, int8."""
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
 
 @contextmanager

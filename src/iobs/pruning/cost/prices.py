@@ -35,6 +35,7 @@ from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, Networ
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.outputs import is_by_position, logits
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
@@ -85,6 +86,7 @@ def measure(
             model_bytes=sum(value.nbytes for _, value in store.state()),
             head=0 if store.whole else vocabulary * width,
             whole=store.whole,
+            by_position=passes.by_position,
             fit=fit,
             ranks=current().size,
             sites=len(request.sites.sites),
@@ -126,11 +128,13 @@ class Passes:
         seconds: of a pass through all blocks, or through the whole model if it is in memory.
         bringing: seconds to bring all blocks to the device.
         observed: inputs of the layers, by path of the module.
+        by_position: True if a model in memory gives an output for every position of text.
     """
 
     seconds: float = 0.0
     bringing: float = 0.0
     observed: dict[str, ObservedInput] = field(default_factory=dict)
+    by_position: bool = False
 
     def inputs(self, layers: Sequence[Layer], positions: int) -> dict[str, LayerInput]:
         """The inputs of the layers that were reached, by name; `positions` is the number of positions of the batch."""
@@ -151,10 +155,12 @@ class Passes:
 def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
     """A pass of the whole model."""
     with observing_inputs(store.model, layers, POSITIONS) as observed:
-        seconds = timed(lambda: batches.forward(store.model, batch), store.device, 1)
+        began = time.perf_counter()
+        output = batches.forward(store.model, batch)
+        seconds = time.perf_counter() - began
     if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
         seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
-    return Passes(seconds, 0.0, observed)
+    return Passes(seconds, 0.0, observed, is_by_position(logits(output), batch))
 
 
 def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> Passes:

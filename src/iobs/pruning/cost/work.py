@@ -29,6 +29,7 @@ from iobs.pruning.plan.curves import (
     EVALUATION_SHARE,
     LEAST_TRIAL,
     TRIAL_SAMPLES,
+    most_of_trial,
     recipe_of_curves,
     row_step,
     with_whole_curves,
@@ -118,6 +119,7 @@ class Work:
         model_bytes: size of all weights.
         head: number of weights behind the blocks that a step of the network runs too, if `forward` is without them.
         whole: the whole model is in memory.
+        by_position: a model in memory gives an output for every position of text; False: one for each sample.
         fit: calibration samples, if there may be fine-tuning.
         ranks: number of processes that share the samples and the rows of layers.
         sites: number of the sites whose units are chosen.
@@ -135,6 +137,7 @@ class Work:
     model_bytes: int = 0
     head: int = 0
     whole: bool = False
+    by_position: bool = False
     fit: Samples | None = None
     ranks: int = 1
     sites: int = 0
@@ -473,8 +476,8 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
 
 def _judges_of_trials(workload: Work, most: int) -> float:
     """The number of samples that judge each of some trials, at most `most`; 0 if they would say nothing."""
-    possible = workload.whole and workload.length == 1 and most >= LEAST_TRIAL
-    return min(most, PROBE, _judges(workload)) if possible else 0.0
+    possible = workload.whole and not workload.by_position and most >= LEAST_TRIAL
+    return min(most, most_of_trial(workload.length), _judges(workload)) if possible else 0.0
 
 
 def _judges(workload: Work) -> float:

@@ -37,6 +37,7 @@ from iobs.pruning.plan.counts import Curve
 from iobs.pruning.recipe import LayerSettings, Recipe
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
+from iobs.pruning.samples.batches import positions
 from iobs.pruning.samples.subsets import Samples, split
 from iobs.pruning.workspace import Workspace
 
@@ -48,6 +49,7 @@ POSITIONS = 16  # positions per sample of a convolution; curves need fewer than 
 EVALUATION_SHARE = 0.2  # share of the calibration samples that measure errors, besides the held-out ones
 
 TRIAL_SAMPLES = 6000  # of the trials of all layers together; a pass of each through the whole model
+TRIAL_TOKENS = 2048  # about as many positions has a trial of texts; five times as many divide no better (LOG.md)
 _NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for a layer: others have uneven zeros
 _LEAST_SHARE = 1e-12  # of the energy, below which a damage is rounding
 LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
@@ -128,9 +130,16 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
 
     None if they are too few to say anything, if the model gives an output at every position, or is not in memory.
     """
-    if samples < LEAST_TRIAL or not workspace.store.whole or workspace.by_position:
+    if samples < LEAST_TRIAL or not workspace.store.whole or workspace.fisher.by_position:
         return Samples()
-    return answered(workspace.store.model, judges_of(workspace).first(min(samples, PROBE)))
+    judges = judges_of(workspace)
+    longest = max(map(positions, judges.batches))
+    return answered(workspace.store.model, judges.first(min(samples, most_of_trial(longest))))
+
+
+def most_of_trial(length: float) -> int:
+    """Most samples that judge one trial, each of so many positions."""
+    return min(PROBE, max(LEAST_TRIAL, int(TRIAL_TOKENS / length)))
 
 
 def dense_sweep(workspace: Workspace, layers: tuple[Layer, ...], fit: Samples, heldout: Samples) -> Sweep:

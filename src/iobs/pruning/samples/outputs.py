@@ -29,10 +29,9 @@ def attended_count(model: nn.Module, batch: Batch) -> int:
     return size(batch) * positions(batch) if mask is None else int(mask.sum())
 
 
-def has_outputs_by_position(batch: Batch) -> bool:
-    """True if a model gives an output for every position of text; labels of samples say that it does not."""
-    labels = targets(batch)
-    return positions(batch) > 1 and (labels is None or labels.ndim > 1)
+def is_by_position(scores: Tensor, batch: Batch) -> bool:
+    """True if a model's scores have an output for every position of text; False if they have one for each sample."""
+    return positions(batch) > 1 and scores.ndim > 2
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
