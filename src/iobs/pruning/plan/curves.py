@@ -138,7 +138,7 @@ def trial_answers(workspace: Workspace, samples: int) -> Samples:
 
 
 def most_of_trial(length: float) -> int:
-    """Most samples that judge one trial, each of so many positions."""
+    """Most samples that judge one trial; each has `length` positions."""
     return min(PROBE, max(LEAST_TRIAL, int(TRIAL_TOKENS / length)))
 
 

@@ -103,7 +103,7 @@ class Recipe:
             "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
         curvature: the quadratic of each layer. "layer": the squared error of its output. "fisher": rows are weighted by
             their Fisher information about the model's outputs. It matters where rows compete for entries. "auto":
-            "fisher" for models of text with an output at every position. Elsewhere it gains nothing, or loses (LOG.md).
+            "fisher" for models of text. On pictures it gains nothing, or loses (LOG.md).
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
