@@ -8,6 +8,7 @@ import pytest
 import torch
 from menagerie import POLISH, Squeezed
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import iobs
 from iobs.errors import CalibrationError
@@ -23,6 +24,23 @@ def trained(network, inputs, targets, loss):
         loss(network(inputs), targets).backward()
         optimizer.step()
     return network.eval()
+
+
+def test_hidden_states_are_compared_by_squared_distance_without_padding():
+    """A softmax over their dimensions would see little but the largest one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertModel(BertConfig(**sizes, vocab_size=48)).eval()
+    pruned = copy.deepcopy(model)
+    mask = torch.ones(6, 9, dtype=torch.long)
+    mask[::2, 5:] = 0
+    batch = {"input_ids": torch.randint(0, 48, (6, 9)), "attention_mask": mask}
+    report = iobs.prune(pruned, [batch] * 4, 0.5, "one-shot")
+    with torch.no_grad():
+        before, after = (one(**batch).last_hidden_state[mask > 0] for one in (model, pruned))
+        expected = float((after - before).square().sum() / before.square().sum())
+        assert float(kl_to(model)(pruned, batch)) == pytest.approx(expected, rel=1e-5)
+    assert "hidden states" in report.loss_name
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,)])

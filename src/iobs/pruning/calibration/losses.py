@@ -138,7 +138,8 @@ def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
 def kl_to(reference: nn.Module) -> LossFunction:
     """KL(dense || sparse) of the outputs in nats, the mean over samples (and unpadded positions, or pixels).
 
-    For outputs that are numbers, not a distribution (`outputs.class_axis`): ||sparse - dense||^2 / ||dense||^2.
+    For outputs that are numbers or hidden states, not a distribution (`outputs.class_axis`): ||sparse - dense||^2 /
+    ||dense||^2.
     """
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -202,7 +203,7 @@ def _by_sample(model: nn.Module, batch: Batch) -> Tensor:
 
 def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) -> Tensor:
     """The loss of `kl_to` from the outputs of both models."""
-    axis, mask = class_axis(dense, batch), attended(model, batch)
+    axis, mask = class_axis(dense, batch, model), attended(model, batch)
     if axis is not None:
         dense, sparse = dense.movedim(axis, -1), sparse.reshape(dense.shape).movedim(axis, -1)
     dense, sparse = (unpadded(values, mask) for values in (dense, sparse))
@@ -338,9 +339,8 @@ def _next_tokens(values: Tensor, labels: Tensor, arguments: object) -> tuple[str
 
 
 # ---- embeddings of texts before and after a run: their cosine, and whether pairs of texts keep their order
-# A model whose output is a state for every token, without scores, is compared by the KL divergence of a softmax over
-# the dimensions of its states, which says nothing to a reader. What users of such models compare is the angle between
-# the mean states of texts.
+# A model whose output is a state for every token, without scores, is compared by the squared distance of its states.
+# What users of such models compare is the angle between the mean states of texts.
 _STATES = "last_hidden_state"
 _MOST = 512  # texts whose pairs are compared
 

@@ -231,12 +231,13 @@ class _Outputs:
             self.positions += attended_count(model, batch)
         else:
             self.samples += size(batch)
-        axis = class_axis(scores, batch)
+        axis = class_axis(scores, batch, model)
         if not scores.requires_grad:
             raise ProblemError(
                 f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
             )
         if axis is None:
+            scores = unpadded(scores, attended(model, batch))
             return scores.flatten() @ _signs((scores.numel(),), generator).to(scores.device, scores.dtype)
         scores = unpadded(scores.movedim(axis, -1), attended(model, batch))
         scores = scores.reshape(-1, scores.shape[-1])

@@ -18,6 +18,7 @@ from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
 from iobs.pruning.recipe.parts import DISTANCES, LossName
+from iobs.pruning.samples.outputs import returns_states
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -34,6 +35,7 @@ class NamedLoss:
     of: Callable[[Scoring], LossFunction]
 
 
+_OF_STATES = "distance of hidden states"  # the name of "kl" for models that return them
 # `recipe.parts.DISTANCES` has the names of those that are distances to the dense model.
 LOSSES: dict[LossName, NamedLoss] = {
     "task": NamedLoss("task loss", lambda scoring: task_loss),
@@ -83,12 +85,16 @@ class Scoring:
 
     # ---- losses
     def loss_of(self, step: FineTune | None) -> tuple[str, LossFunction]:
-        """Name and function of the loss of gradient steps; for None the KL divergence to the dense model."""
+        """Name and function of the loss of gradient steps; for None the KL divergence to the dense model.
+
+        Hidden states have no KL divergence: there it is their squared distance.
+        """
         chosen = _loss_of(step)
         if not isinstance(chosen, str):
             return "given loss", chosen
         loss = LOSSES[chosen]
-        return loss.text, loss.of(self)
+        text = _OF_STATES if chosen == "kl" and returns_states(self.dense) else loss.text
+        return text, loss.of(self)
 
     @property
     def dense(self) -> nn.Module:

@@ -50,17 +50,27 @@ def _refuse_classes(labels: Tensor, classes: int) -> None:
         )
 
 
-def class_axis(scores: Tensor, batch: Batch) -> int | None:
+def returns_states(model: nn.Module) -> bool:
+    """True if a model of transformers has no head, as an encoder of texts: its outputs are hidden states."""
+    return getattr(model, "base_model", None) is model
+
+
+def class_axis(scores: Tensor, batch: Batch, model: nn.Module | None = None) -> int | None:
     """The dimension of the classes in a model's scores; None if the outputs are numbers, not a distribution.
 
-    Outputs are numbers if there is one output, or if the labels are floating. Without labels they are numbers if the
-    scores have the shape of a floating input. The shape of integer labels gives the dimension of the classes. Without
-    them it is the last dimension, or the second of four or more dimensions, as for pixels.
+    Outputs are numbers if they are hidden states, if there is one output, or if the labels are floating. Without labels
+    they are numbers if the scores have the shape of a floating input. The shape of integer labels gives the dimension
+    of the classes. Without them it is the last dimension, or the second of four or more dimensions, as for pixels.
+
+    Args:
+        scores: of the batch.
+        batch: with its labels, if there are any.
+        model: whose scores they are; None: the scores are no hidden states.
 
     Raises:
         CalibrationError: numbers of classes are given as floating labels.
     """
-    if scores.ndim < 2:
+    if scores.ndim < 2 or (model is not None and returns_states(model)):
         return None
     arguments, labels = inputs(batch), targets(batch)
     axis = 1 if scores.ndim > 3 else scores.ndim - 1
