@@ -91,7 +91,12 @@ SECTIONS = (
         "a real language model, ours and peers",
         (("50 % zeros", "A language model of 135 million parameters, 50 % zeros (perplexity)"),),
     ),
-    Section("encoders", encoders.tables, "sentence encoders with zeros, ours and peers"),
+    Section(
+        "encoders",
+        encoders.tables,
+        "sentence encoders with zeros, ours and peers",
+        (("all-MiniLM-L6-v2", "Sentence embeddings of MiniLM (error of cosines to the dense model's)"),),
+    ),
     Section("networks", networks_report.tables, "accuracy against sparsity, ours and peers, on five networks"),
     Section("networks", chita_report.tables, "the strongest peer: its authors' figures beside ours", page="chita"),
     Section("resnet20_oneshot", resnet20_oneshot.tables, "the solvers alone, on one network"),
