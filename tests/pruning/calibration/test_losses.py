@@ -8,12 +8,22 @@ import pytest
 import torch
 from menagerie import POLISH, Squeezed
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
 
 import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.calibration import losses
 from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, metric, task_loss
+from iobs.pruning.samples.outputs import returns_states
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -41,6 +51,25 @@ def test_hidden_states_are_compared_by_squared_distance_without_padding():
         expected = float((after - before).square().sum() / before.square().sum())
         assert float(kl_to(model)(pruned, batch)) == pytest.approx(expected, rel=1e-5)
     assert "hidden states" in report.loss_name
+
+
+T5 = T5Config(d_model=16, d_kv=4, d_ff=24, num_heads=2, num_layers=1, vocab_size=48)
+LLAMA = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=48)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (LlamaModel(LLAMA), True),
+        (LlamaForCausalLM(LLAMA), False),
+        (T5EncoderModel(T5), True),
+        (T5ForConditionalGeneration(T5), False),  # is the base model of itself
+        (nn.Linear(2, 2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_models_without_a_head_return_states(model, expected):
+    assert returns_states(model) is expected
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,)])

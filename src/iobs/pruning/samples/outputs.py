@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 
@@ -52,7 +53,12 @@ def _refuse_classes(labels: Tensor, classes: int) -> None:
 
 def returns_states(model: nn.Module) -> bool:
     """True if a model of transformers has no head, as an encoder of texts: its outputs are hidden states."""
-    return getattr(model, "base_model", None) is model
+    kind, transformers = type(model), sys.modules.get("transformers")  # loaded if the model is one of its
+    if transformers is None or not kind.__module__.startswith("transformers."):
+        return False
+    mappings = transformers.MODEL_MAPPING, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
+    found = [mapping.get(type(model.config), ()) for mapping in mappings]
+    return any(kind in each if isinstance(each, tuple) else kind is each for each in found)
 
 
 def class_axis(scores: Tensor, batch: Batch, model: nn.Module | None = None) -> int | None:
