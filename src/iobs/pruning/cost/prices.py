@@ -35,7 +35,7 @@ from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, Networ
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.outputs import is_by_position, logits
+from iobs.pruning.samples.outputs import is_by_position, logits, tensors_of
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
@@ -160,7 +160,8 @@ def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
         seconds = time.perf_counter() - began
     if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
         seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
-    return Passes(seconds, 0.0, observed, is_by_position(logits(output), batch))
+    by_position = bool(tensors_of(output)) and is_by_position(logits(output), batch)
+    return Passes(seconds, 0.0, observed, by_position)
 
 
 def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> Passes:
