@@ -186,7 +186,7 @@ def row_fisher(
     if squares.embeddings:
         squares.count_tokens(chain, ranks.share(part).batches)
     if chain:
-        _BlockwisePass(model, layers, chain, outputs, squares, residency or Residency()).run()
+        _BlockwisePass(layers, chain, outputs, squares, residency or Residency()).run()
     else:
         for index in range(len(data)):
             squares.add(layers, partial(outputs.probe, index))
@@ -236,12 +236,10 @@ class _Outputs:
             raise ProblemError(
                 f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
             )
-        if axis is None:
-            scores = unpadded(scores, attended(model, batch))
-            return scores.flatten() @ _signs((scores.numel(),), generator).to(scores.device, scores.dtype)
-        scores = unpadded(scores.movedim(axis, -1), attended(model, batch))
-        scores = scores.reshape(-1, scores.shape[-1])
-        return scores.flatten() @ score_gradients(scores.detach(), generator).flatten()
+        scores = unpadded(scores if axis is None else scores.movedim(axis, -1), attended(model, batch))
+        rows = scores.detach().reshape(-1, scores.shape[-1] if scores.ndim else 1)
+        gradients = _signs(rows, generator) if axis is None else score_gradients(rows, generator)
+        return scores.flatten() @ gradients.flatten()
 
 
 class _Squares:
@@ -458,15 +456,13 @@ class _BlockwisePass:
     """A forward and a backward pass along the blocks of a model.
 
     Args:
-        model: the model.
         layers: the layers to prune.
-        chain: its blocks.
-        outputs: of the batches.
+        chain: blocks of the model.
+        outputs: of the model on the batches.
         squares: takes the gradients.
         residency: brings the blocks into memory, and keeps hidden states.
     """
 
-    model: nn.Module
     layers: Sequence[Layer]
     chain: list[Block]
     outputs: _Outputs
@@ -480,7 +476,7 @@ class _BlockwisePass:
 
     def run(self) -> None:
         """Run both passes."""
-        stream = Stream(self.model, self.data, self.chain, fetch=self.residency.fetch)
+        stream = Stream(self.outputs.model, self.data, self.chain, fetch=self.residency.fetch)
         outside = [layer for layer in self.layers if stream.block_of(layer) is None]
         inputs = self._inputs(stream)
         pulls = []
@@ -546,14 +542,15 @@ def score_gradients(scores: Tensor, generator: torch.Generator) -> Tensor:
     for start in range(0, len(scores), count):
         rows = slice(start, start + count)
         chances, into = scores[rows].softmax(-1), gradients[rows]
-        torch.mul(chances.sqrt(), _signs(chances.shape, generator).to(into.device, into.dtype), out=into)
+        torch.mul(chances.sqrt(), _signs(into, generator), out=into)
         into -= chances * into.sum(-1, keepdim=True)
     return gradients
 
 
-def _signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Random signs, int8."""
-    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random signs of the shape, device and dtype of a tensor, drawn on the processor."""
+    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    return signs.to(like.device, like.dtype)
 
 
 @contextmanager

@@ -154,13 +154,14 @@ class Passes:
 
 def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
     """A pass of the whole model."""
+    outputs: list[object] = []
     with observing_inputs(store.model, layers, POSITIONS) as observed:
-        began = time.perf_counter()
-        output = batches.forward(store.model, batch)
-        seconds = time.perf_counter() - began
+        seconds = timed(lambda: outputs.append(batches.forward(store.model, batch)), store.device, 1)
+    output = outputs.pop()
+    by_position = bool(tensors_of(output)) and is_by_position(logits(output), batch)
+    del output  # scores of a large vocabulary
     if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
         seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
-    by_position = bool(tensors_of(output)) and is_by_position(logits(output), batch)
     return Passes(seconds, 0.0, observed, by_position)
 
 
