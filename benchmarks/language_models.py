@@ -82,6 +82,8 @@ METHODS: dict[str, Recipe | str | Callable[[nn.Module, list[Batch], str], Recipe
 }
 FEWER_WINDOWS = {f"one-shot, {windows} windows": windows for windows in (8, 16, 32)}
 METHODS |= dict.fromkeys(FEWER_WINDOWS, "one-shot")
+WITHIN = {"best, within 100 minutes": "100min"}
+METHODS |= dict.fromkeys(WITHIN, "best")
 QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
 
 
@@ -116,7 +118,8 @@ def pruned(model: nn.Module, batches: list[Batch], method: str, pattern: str) ->
     """The share of zeros after one run, and its work."""
     with measured() as work:
         recipe = METHODS[method]
-        report = iobs.prune(model, batches, pattern, recipe(model, batches, pattern) if callable(recipe) else recipe)
+        recipe = recipe(model, batches, pattern) if callable(recipe) else recipe
+        report = iobs.prune(model, batches, pattern, recipe, within=WITHIN.get(method))
     zeros = sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)
     return {"zeros": zeros, **work.fields()}
 
