@@ -72,6 +72,7 @@ def test_forms_leave_out_only_what_a_pattern_has():
     assert words(one_shot, 0.5) == ["", "equal shares of all layers", "equal shares of all layers, " + _OWN]
     for fixed in ("2:4", iobs.Grid(4)):
         assert words(one_shot, fixed) == ["", _OWN]
+    assert words(one_shot, iobs.Rate(3.0)) == words(one_shot, 0.5)  # bits are divided among layers too
     assert words(one_shot.but(allocation="uniform"), 0.5)[1] == "rows of a layer that count equally"
 
 
@@ -214,6 +215,20 @@ def test_curves_of_grids_have_a_price_of_their_own(network):
 
 def test_patterns_of_fixed_counts_have_no_curves(network):
     assert foresight_of(*network, iobs.Recipe.preset("one-shot"), "2:4").prices.of_curves is None
+
+
+def test_the_division_of_bits_is_foretold_as_the_task_that_it_is():
+    torch.manual_seed(0)
+    model, data = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Linear(96, 96)), [torch.randn(32, 96)]
+    tasks, listener = [], iobs.Callback()
+    listener.on_measure = lambda task, done, total: tasks.append((task, total))
+    recipe = iobs.Recipe.preset("one-shot")
+    foresight = foresight_of(model, data, recipe, iobs.Rate(6.0))
+    parts = {part.name: part.units for part in foresight.forecast(recipe).parts}
+    assert foresight.prices.of_curves is None  # no solve divides bits
+    iobs.prune(model, data, iobs.Rate(6.0), recipe, callbacks=[listener])
+    assert tasks
+    assert all(parts[task] == total for task, total in tasks)
 
 
 @pytest.fixture

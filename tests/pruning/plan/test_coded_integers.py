@@ -389,7 +389,8 @@ def test_budget_needs_a_matrix_that_can_be_coded():
         asked(nn.Sequential(nn.Linear(8, 8)), iobs.Budget(megabytes=1))
     with pytest.raises(LayerSelectionError, match="0 weight matrices of supported layers"):
         asked(nn.Sequential(nn.LayerNorm(8)), iobs.Budget(megabytes=1))
-    assert under_pattern(Allocation("fisher"), iobs.Budget(3.0)).criterion == "fisher"
+    for division in (Allocation("fisher"), Allocation("fisher", generations=0), Allocation(generations=0)):
+        assert under_pattern(division, iobs.Budget(3.0)).criterion == "fisher"
 
 
 def test_budget_waits_for_matrices_that_an_observation_shows():

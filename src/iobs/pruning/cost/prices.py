@@ -217,8 +217,8 @@ def _prices_of_solves(workload: Work, request: Request, device: torch.device) ->
         return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve, measured=measured)
 
     prices = priced(recipe, patterns, pairs, held_out)
-    if under_pattern(recipe.division, request.pattern).criterion == "uniform":
-        return prices
+    if isinstance(request.pattern, Rate) or under_pattern(recipe.division, request.pattern).criterion == "uniform":
+        return prices  # bits are divided without solves
     measured = dict.fromkeys(patterns, Unstructured(0.5))
     return replace(prices, of_curves=priced(recipe_of_curves(recipe), measured, False, False))
 

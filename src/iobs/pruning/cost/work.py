@@ -439,7 +439,8 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         # Bits are divided by the spreads of layers alone, without solves.
         pieces["allocation"] += (0.0 if isinstance(pattern, Rate) else solves) + grams + passes
     mean = pieces["allocation"] / len(workload.layers)
-    parts = [Part("error curves of layers", len(workload.layers), mean, once=True, phases={"allocation": mean})]
+    task = "spreads of layers" if isinstance(pattern, Rate) else "error curves of layers"
+    parts = [Part(task, len(workload.layers), mean, once=True, phases={"allocation": mean})]
     judges = min(PROBE, PROBE_TOKENS / workload.length, _judges(workload))
     searched = allocation.criterion == "search" or (
         allocation.criterion == "auto"

@@ -74,11 +74,14 @@ class Curve:
 def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
     """The allocation for a pattern: "auto" becomes "uniform" if the pattern fixes the count of every layer.
 
+    Bits are divided by damages, without a search.
+
     Raises:
         PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
         ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
     """
-    if isinstance(pattern, (Rate, Budget)) and allocation in (Allocation("fisher"), Allocation("auto")):
+    bounded = bool(allocation.bounds) or allocation.least > 0 or allocation.most is not None
+    if isinstance(pattern, (Rate, Budget)) and allocation.criterion in ("auto", "fisher") and not bounded:
         return replace(allocation, criterion="fisher")
     fixed = global_sparsity(pattern) is None
     if fixed and allocation.criterion not in ("auto", "uniform"):
@@ -86,7 +89,6 @@ def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
             f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
             "or Unstructured(sparsity)."
         )
-    bounded = bool(allocation.bounds) or allocation.least > 0 or allocation.most is not None
     if bounded and (fixed or allocation.criterion == "uniform"):
         raise ProblemError(
             "Bounds of an allocation have no effect if every layer gets the same sparsity: choose another criterion, "
