@@ -448,6 +448,10 @@ def test_what_does_not_apply_is_refused_before_any_work():
         iobs.prune(network(), pictures(), "structured:30%", "fast", rounds=3)
     with pytest.raises(ProblemError, match="no form for whole units"):
         iobs.prune(network(), pictures(), "structured:30%", "paper")
+    with pytest.raises(ProblemError, match="Bounds of an allocation"):
+        iobs.prune(network(), pictures(), "structured:30%", allocation=iobs.Allocation("fisher", least=0.1))
+    with pytest.raises(PatternError, match="A search divides zeros alone"):
+        iobs.prune(network(), pictures(), "structured:30%", allocation="search")
     with pytest.raises(LayerSelectionError, match="No channels"):
         iobs.prune(nn.Sequential(nn.Linear(4, 3)), [torch.randn(8, 4)], "structured:30%")
     with pytest.raises(ModelError, match="got the class Linear"):

@@ -14,6 +14,7 @@ from iobs.cli import app
 from iobs.core.formats import as_seconds
 from iobs.core.patterns import as_pattern
 from iobs.pruning import driver
+from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.cost import foresight as foresight_module
 from iobs.pruning.cost import prices
 from iobs.pruning.cost.affordable import fitting, forms
@@ -22,7 +23,11 @@ from iobs.pruning.cost.work import Prices
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
+from iobs.pruning.plan import widths
+from iobs.pruning.recipe.recipe import STRUCTURED
 from iobs.pruning.store import Store
+from iobs.pruning.structured.narrowing import SiteRemoval
+from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.workspace import Request
 
 
@@ -211,6 +216,43 @@ def test_curves_of_grids_have_a_price_of_their_own(network):
 
     assert allocation(replace(dear, of_curves=free)) == allocation(free)
     assert allocation(dear) > allocation(free)
+
+
+class Quiet(SmallTransformer):
+    """A language model whose outputs have no gradients."""
+
+    @torch.no_grad()
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+def test_without_gradients_nothing_is_divided_and_no_curve_is_foretold():
+    recipe = iobs.Recipe.preset("one-shot")
+    tasks, listener = [], iobs.Callback()
+    listener.on_measure = lambda task, done, total: tasks.append(task)
+    foresight = foresight_of(Quiet(), token_batches(), recipe)
+    priced = replace(foresight, workload=replace(foresight.workload, priced=True))
+    uniform = recipe.but(allocation="uniform")  # rows may have prices all the same
+    times = [each.forecast(form).phases["allocation"] for each, form in ((foresight, recipe), (foresight, uniform))]
+    assert times[0] == times[1] < priced.forecast(recipe).phases["allocation"]
+    iobs.prune(Quiet(), token_batches(), 0.5, recipe, callbacks=[listener])
+    assert not tasks
+
+
+@pytest.mark.parametrize("kind", [Quiet, SmallTransformer])
+def test_trials_of_units_are_foretold_where_no_gradient_prices_them(kind, monkeypatch):
+    trials = []
+    monkeypatch.setattr(widths, "damage", lambda *_: trials.append(1) or 1.0)
+    data = [{"input_ids": torch.randint(20, (4, 8), generator=torch.Generator().manual_seed(n))} for n in range(40)]
+    pattern, recipe = iobs.Structured(0.3, multiple_of=1), STRUCTURED["fast"]
+    request = StructuredRequest(pattern, recipe, None, None, 0.1, 0, None)
+    removal = SiteRemoval(Store(kind().eval()), data, request, Callbacks([]))
+    foresight = Foresight.of(removal.store, removal._solving(), data)
+    (part,) = (part for part in foresight.forecast(recipe).parts if part.name == "effects of widths")
+    iobs.prune(kind(), data, pattern, recipe)
+    free = replace(foresight, workload=replace(foresight.workload, by_position=True, priced=True)).forecast(recipe)
+    (without,) = (other for other in free.parts if other.name == part.name)
+    assert (part.seconds > without.seconds) == bool(trials) == (kind is Quiet)
 
 
 def test_patterns_of_fixed_counts_have_no_curves(network):

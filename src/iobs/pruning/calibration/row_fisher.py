@@ -83,7 +83,8 @@ class RowFisher:
         products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
             model. They are prices times the squared norm of an input.
         lookups: by layer, of tables of embeddings.
-        by_position: True if the model gives an output for every position of text; False: one for each sample.
+        by_position: True if the model gives an output for every position of text; False: one for each sample, or no row
+            has a price.
     """
 
     outputs: dict[Layer, Tensor] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from iobs.pruning.forecast import Forecast
 from iobs.pruning.layerwise.patterns import rows_compete
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
-from iobs.pruning.plan.counts import under_pattern
+from iobs.pruning.plan.counts import divides
 from iobs.pruning.plan.curves import CURVE_TOKENS
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import mapped_bytes
@@ -193,11 +193,6 @@ class GramSizes:
         solver = problem + max(centre, round(solver_cost(recipe.for_layer(layer.name), rows, columns).bytes))
         errors = (12 if columns >= WIDE else 44) * matrix + 4 * square
         return kept + max(regression, solver, errors)
-
-
-def divides(recipe: Recipe, pattern: Pattern) -> bool:
-    """True if a run measures damages of layers."""
-    return under_pattern(recipe.division, pattern).criterion != "uniform"
 
 
 def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:

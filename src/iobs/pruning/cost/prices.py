@@ -19,17 +19,19 @@ from iobs.core.column_groups import Groups
 from iobs.core.integers import least_bits
 from iobs.core.modes import full_precision
 from iobs.core.patterns import Pattern, Rate, Unstructured
-from iobs.errors import CalibrationError, IOBSError, PatternError
+from iobs.core.structured import Structured
+from iobs.errors import CalibrationError, IOBSError, PatternError, ProblemError
 from iobs.pruning.baselines import BlockFisher, gradient_rows, method_of
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
 from iobs.pruning.calibration.replay import BEFORE, Stream
+from iobs.pruning.calibration.row_fisher import row_fisher
 from iobs.pruning.cost.affordable import ObservedInput, observing_inputs
 from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer, solver_of_groups
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.plan.counts import under_pattern
+from iobs.pruning.plan.counts import divides
 from iobs.pruning.plan.curves import recipe_of_curves
 from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current
@@ -75,6 +77,7 @@ def measure(
         passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
         config = getattr(store.model, "config", None)
         vocabulary, width = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
+        needs_prices = store.whole and divides(request.recipe, request.pattern)
         workload = Work(
             layers,
             samples=data.samples,
@@ -87,6 +90,7 @@ def measure(
             head=0 if store.whole else vocabulary * width,
             whole=store.whole,
             by_position=passes.by_position,
+            priced=not needs_prices or _has_gradient(store, layers, chain, batch),
             fit=fit,
             ranks=current().size,
             sites=len(request.sites.sites),
@@ -103,6 +107,16 @@ def measure(
 
 def _positions(batch: Batch) -> int:
     return batches.size(batch) * batches.positions(batch)
+
+
+def _has_gradient(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> bool:
+    """True if the outputs of a model in memory have gradients, which one sample shows."""
+    sample = Samples.of([batches.first_sample(batch)])
+    try:
+        row_fisher(store.model, layers, chain, sample, seed=0, residency=store)
+    except ProblemError:
+        return False
+    return True
 
 
 def timed(call: Callable[[], object], device: torch.device, least: int | None = None, most: int = 0) -> float:
@@ -217,8 +231,8 @@ def _prices_of_solves(workload: Work, request: Request, device: torch.device) ->
         return replace(rest, solve=solve, double=2 * solve, layer=layer, loop=solve, measured=measured)
 
     prices = priced(recipe, patterns, pairs, held_out)
-    if isinstance(request.pattern, Rate) or under_pattern(recipe.division, request.pattern).criterion == "uniform":
-        return prices  # bits are divided without solves
+    if isinstance(request.pattern, (Rate, Structured)) or not divides(recipe, request.pattern):
+        return prices  # bits are divided without solves, and units with those of the run
     measured = dict.fromkeys(patterns, Unstructured(0.5))
     return replace(prices, of_curves=priced(recipe_of_curves(recipe), measured, False, False))
 

@@ -120,6 +120,7 @@ class Work:
         head: number of weights behind the blocks that a step of the network runs too, if `forward` is without them.
         whole: the whole model is in memory.
         by_position: a model in memory gives an output for every position of text; False: one for each sample.
+        priced: the outputs of the model have gradients, which price the errors of rows.
         fit: calibration samples, if there may be fine-tuning.
         ranks: number of processes that share the samples and the rows of layers.
         sites: number of the sites whose units are chosen.
@@ -138,6 +139,7 @@ class Work:
     head: int = 0
     whole: bool = False
     by_position: bool = False
+    priced: bool = True
     fit: Samples | None = None
     ranks: int = 1
     sites: int = 0
@@ -415,6 +417,8 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         return _unit_curves(workload, prices, recipe, pattern)
     solves, single = 0.0, 0.0
     allocation = under_pattern(recipe.division, pattern)
+    if allocation.criterion == "auto" and not workload.priced:
+        allocation = replace(allocation, criterion="uniform")
     if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
         return []
     probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
@@ -477,7 +481,8 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
 
 def _judges_of_trials(workload: Work, most: int) -> float:
     """The number of samples that judge each of some trials, at most `most`; 0 if they would say nothing."""
-    possible = workload.whole and not workload.by_position and most >= LEAST_TRIAL
+    needed = not (workload.by_position and workload.priced)
+    possible = workload.whole and needed and most >= LEAST_TRIAL
     return min(most, most_of_trial(workload.length), _judges(workload)) if possible else 0.0
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from iobs.core.grids import entries_of
 from iobs.core.patterns import Budget, Grid, Pattern, Rate, Unstructured, keep_count
+from iobs.core.structured import Structured
 from iobs.errors import PatternError, ProblemError
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.selection import matching
-from iobs.pruning.recipe import Allocation
+from iobs.pruning.recipe import Allocation, Recipe
 
 # Measured densities of a layer, relative to that of the whole model, and the greatest of them: at density 1 the damage
 # is zero.
@@ -74,27 +75,36 @@ class Curve:
 def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:
     """The allocation for a pattern: "auto" becomes "uniform" if the pattern fixes the count of every layer.
 
-    Bits are divided by damages, without a search.
+    Bits and units are divided by damages, without a search.
 
     Raises:
-        PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform".
-        ProblemError: bounds, `least` or `most` are given, although every layer gets the same sparsity.
+        PatternError: the pattern fixes every count, and the criterion is not "auto" or "uniform"; or a search is to
+            divide bits or units.
+        ProblemError: bounds, `least` or `most` are given, although no zeros are divided.
     """
     bounded = bool(allocation.bounds) or allocation.least > 0 or allocation.most is not None
-    if isinstance(pattern, (Rate, Budget)) and allocation.criterion in ("auto", "fisher") and not bounded:
-        return replace(allocation, criterion="fisher")
-    fixed = global_sparsity(pattern) is None
+    no_zeros = isinstance(pattern, (Rate, Budget, Structured))
+    fixed = not no_zeros and global_sparsity(pattern) is None
+    if no_zeros and allocation.criterion == "search":
+        raise PatternError(f'A search divides zeros alone, not {pattern}; use "fisher" or "uniform".')
     if fixed and allocation.criterion not in ("auto", "uniform"):
         raise PatternError(
             f'The pattern {pattern} fixes the count in every layer, so there is nothing to allocate; use "uniform" '
             "or Unstructured(sparsity)."
         )
-    if bounded and (fixed or allocation.criterion == "uniform"):
+    if bounded and (no_zeros or fixed or allocation.criterion == "uniform"):
         raise ProblemError(
-            "Bounds of an allocation have no effect if every layer gets the same sparsity: choose another criterion, "
-            "and a pattern that leaves the counts of layers open."
+            "Bounds of an allocation have no effect if no zeros are divided among the layers: choose another "
+            "criterion, and a pattern that leaves the counts of layers open."
         )
+    if no_zeros and allocation.criterion == "auto":
+        return replace(allocation, criterion="fisher")
     return replace(allocation, criterion="uniform") if fixed else allocation
+
+
+def divides(recipe: Recipe, pattern: Pattern) -> bool:
+    """True if a run measures what zeros, bits or units of the layers cost, to divide them."""
+    return under_pattern(recipe.division, pattern).criterion != "uniform"
 
 
 def keep_ranges(allocation: Allocation, layers: Sequence[Layer], sparsity: float) -> dict[Layer, tuple[int, int]]:

@@ -128,7 +128,8 @@ def judges_of(workspace: Workspace) -> Samples:
 def trial_answers(workspace: Workspace, samples: int) -> Samples:
     """At most `samples` samples that no layer is solved for, with the outputs of the dense model.
 
-    None if they are too few to say anything, if the model gives an output at every position, or is not in memory.
+    None if they are too few to say anything, if the model is not in memory, or if it gives an output at every position,
+    where prices of rows are enough. Without gradients there are no prices, and trials are the only common measure.
     """
     if samples < LEAST_TRIAL or not workspace.store.whole or workspace.fisher.by_position:
         return Samples()

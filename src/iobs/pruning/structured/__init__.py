@@ -21,6 +21,7 @@ from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import adapters_of, require_usable
+from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.recipe.recipe import require_structured
 from iobs.pruning.samples import batches
@@ -117,9 +118,11 @@ def require_possible(store: Store, request: StructuredRequest) -> None:
     """Raise unless the model and the recipe fit, before any work, the calibration data included.
 
     Raises:
-        ProblemError: the recipe, tokens of a vocabulary, or the model's weights are not in memory.
+        ProblemError: the recipe, bounds of its allocation, tokens of a vocabulary, or the model's weights are not in
+            memory.
         ModelError, LayerSelectionError: as in `require_usable`, or the model has no parameters, or adapters.
         NonFiniteError: a parameter holds NaN or infinity.
+        PatternError: a search is to divide the units.
     """
     if request.pattern.units == "vocabulary":
         raise ProblemError(
@@ -149,6 +152,7 @@ def require_possible(store: Store, request: StructuredRequest) -> None:
         if parameter.element_size() > 1 and not bool(torch.isfinite(parameter).all()):  # float8 has no such test
             raise NonFiniteError(f"{name} holds NaN or infinity; repair the model first.")
     require_structured(request.recipe)
+    under_pattern(request.recipe.division, request.pattern)
     require_runtime(request.pattern.runtime)
 
 
