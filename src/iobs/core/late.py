@@ -1,4 +1,4 @@
-"""Imports at the first use: of torch, and of the public names of a package.
+"""Imports at the first use: of torch, and of the public names of a package; objects of libraries that are imported.
 
 torch takes seconds to load, and a regression on NumPy arrays does not need it.
 """
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 __all__ = ["is_tensor", "torch"]
 
@@ -29,6 +29,18 @@ else:
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Check for a tensor without loading torch: where it is not loaded, nothing is a tensor."""
     return "torch" in sys.modules and isinstance(value, torch.Tensor)
+
+
+def library_object(module: str, name: str) -> Any:
+    """An object of a library by its name; None if the module is not imported, so that no model uses it."""
+    loaded = sys.modules.get(module)
+    return None if loaded is None else getattr(loaded, name)
+
+
+def library_class(module: str, name: str) -> tuple[type, ...]:
+    """A class of a library as a tuple for isinstance; empty if the module is not imported."""
+    kind = library_object(module, name)
+    return () if kind is None else (kind,)
 
 
 def lazy_names(

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core.grids import codes_and_scales, over_columns
+from iobs.core.late import library_class
 from iobs.core.patterns import Grid
 from iobs.errors import ModelError, NonFiniteError, PatternError
 from iobs.models import LoadedModel, load
 from iobs.models.loaded import unwritable
 from iobs.models.output import copy_companions
-from iobs.pruning.network.layers import find_layers, library_class
+from iobs.pruning.network.layers import find_layers
 
 Example = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 Foreign: TypeAlias = Any  # an object of an optional package, or of transformers

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from iobs.core.files import expanded, is_packed_file, weight_files
+from iobs.core.late import library_class
 from iobs.core.outputs import check_output
 from iobs.core.specs import CONFIG_NAME
 from iobs.errors import ModelError, ProblemError, require_values
@@ -38,7 +39,6 @@ from iobs.models.packed_files import (
 from iobs.models.ready import ReadyFile, is_ready, read_ready, write_ready
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.weights import DTYPES, unwrapped, write_weights
-from iobs.pruning.network.layers import library_class
 from iobs.pruning.network.selection import require_module, require_unstored
 
 

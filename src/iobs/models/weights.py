@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from iobs.core.late import library_class
 from iobs.errors import ModelError
-from iobs.pruning.network.layers import library_class, same_tensors
+from iobs.pruning.network.layers import same_tensors
 
 _NAMES = {
     torch.float64: "F64",

@@ -18,10 +18,11 @@ from iobs.core.column_groups import Groups
 from iobs.core.files import packed_hint, require_dense, weight_files
 from iobs.core.grids import by_channel, codes_and_scales, entries_of, grid_of, stored_bits
 from iobs.core.integers import Integers
+from iobs.core.late import library_class
 from iobs.core.patterns import NM, Budget, Grid, Pattern, Rate, Unstructured, as_pattern
 from iobs.errors import AuditError, LayerSelectionError, ModelError, PatternError, listed, require_values
 from iobs.pruning.network.folding import folded
-from iobs.pruning.network.layers import Layer, find_layers, library_class, projections
+from iobs.pruning.network.layers import Layer, find_layers, projections
 from iobs.pruning.network.selection import require_visible
 from iobs.pruning.report import AuditRow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from iobs.core.late import library_object
 from iobs.errors import CalibrationError, unless_out_of_memory
 from iobs.pruning.network.calls import after_calls
 from iobs.pruning.recipe import LossFunction
@@ -110,8 +110,7 @@ def _own_loss_in_pieces(model: nn.Module, batch: Batch) -> Iterator[None]:
 
     Its usual loss copies all scores in float32, and keeps another copy for the gradient.
     """
-    library = sys.modules.get("transformers.loss.loss_utils")
-    usual: Callable[..., Tensor] | None = None if library is None else library.ForCausalLMLoss
+    usual: Callable[..., Tensor] | None = library_object("transformers.loss.loss_utils", "ForCausalLMLoss")
     has_labels = isinstance(batch, Mapping) and batch.get("labels") is not None
     if not has_labels or usual is None or getattr(model, "loss_function", None) is not usual:
         yield

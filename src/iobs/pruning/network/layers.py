@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from iobs.core.late import library_class
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -192,12 +193,6 @@ def biases_of(model: nn.Module, layers: Sequence[Layer]) -> dict[Layer, str]:
 def projections(stored: Tensor) -> dict[str, Tensor]:
     """The rows of queries, keys and values in the `in_proj_weight` of nn.MultiheadAttention, as views."""
     return {part.name: rows for part, rows in zip(PROJECTIONS, stored.chunk(3), strict=True)}
-
-
-def library_class(module: str, name: str) -> tuple[type, ...]:
-    """A class of a library as a tuple for isinstance; empty if the module is not imported, so that no model uses it."""
-    loaded = sys.modules.get(module)
-    return () if loaded is None else (vars(loaded)[name],)
 
 
 def linear_maps() -> tuple[type[nn.Module], ...]:

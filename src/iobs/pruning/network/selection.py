@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from iobs.core.late import library_class
 from iobs.errors import LayerSelectionError, ModelError, NonFiniteError, listed, require_values, shown
 from iobs.pruning.coverage import Coverage, DenseWeight, Reason
 from iobs.pruning.network.layers import (
@@ -25,7 +26,6 @@ from iobs.pruning.network.layers import (
     find_layers,
     holds_weights,
     joined,
-    library_class,
     linear_maps,
     overlapping,
 )

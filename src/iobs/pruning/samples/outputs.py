@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor, nn
 
+from iobs.core.late import library_object
 from iobs.errors import CalibrationError
 from iobs.pruning.samples.batches import Batch, inputs, positions, size
 
@@ -53,12 +53,12 @@ def _refuse_classes(labels: Tensor, classes: int) -> None:
 
 def returns_states(model: nn.Module) -> bool:
     """True if a model of transformers has no head, as an encoder of texts: its outputs are hidden states."""
-    kind, transformers = type(model), sys.modules.get("transformers")  # loaded if the model is one of its
-    if transformers is None or not kind.__module__.startswith("transformers."):
+    kind = type(model)
+    if not kind.__module__.startswith("transformers."):
         return False
-    mappings = transformers.MODEL_MAPPING, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
-    found = [mapping.get(type(model.config), ()) for mapping in mappings]
-    return any(kind in each if isinstance(each, tuple) else kind is each for each in found)
+    names = "MODEL_MAPPING", "MODEL_FOR_TEXT_ENCODING_MAPPING"
+    headless = [library_object("transformers", name).get(type(model.config), ()) for name in names]
+    return any(kind in classes if isinstance(classes, tuple) else kind is classes for classes in headless)
 
 
 def class_axis(scores: Tensor, batch: Batch, model: nn.Module | None = None) -> int | None:

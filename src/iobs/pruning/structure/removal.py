@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, library_class
+from iobs.core.late import library_class
+from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED
 from iobs.pruning.structure.units import Reader, Site
 
 CONFIG = "config."  # prefix of names of attributes that are fields of a module's configuration
