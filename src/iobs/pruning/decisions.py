@@ -86,8 +86,9 @@ def decide_growth(workspace: Workspace) -> Rounds:
     assert workspace.scoring is not None
     damage = workspace.scoring.divergence()
     grow = damage > _DAMAGE and rounds.count > 2
+    distance = f"{damage:.4g} nats" if workspace.scoring.compares_chances else f"a squared distance of {damage:.4g}"
     workspace.note(
-        f"After the first projection the network is {damage:.4g} nats from the dense one: "
+        f"After the first projection the network is {distance} from the dense one: "
         + ("sparsity grows over the rounds." if grow else "no further rounds.")
         + (" They would pay, from three on." if damage > _DAMAGE and rounds.count == 2 else "")
     )

@@ -53,6 +53,17 @@ def test_hidden_states_are_compared_by_squared_distance_without_padding():
     assert "hidden states" in report.loss_name
 
 
+def test_distance_of_numbers_is_not_called_a_divergence_in_nats():
+    torch.manual_seed(0)
+    data = [(torch.randn(16, 6), torch.randn(16, 3)) for _ in range(4)]
+    for batches, name in ((data, "squared distance to"), ([(x, y.argmax(1)) for x, y in data], "KL to")):
+        network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        rounds = iobs.pruning.recipe.Rounds(3, "auto")
+        report = iobs.prune(network, batches, 0.5, iobs.Recipe(rounds=rounds))
+        assert report.loss_name == f"{name} the dense model"
+        assert any("nats" in note for note in report.notes) == (name == "KL to")
+
+
 T5 = T5Config(d_model=16, d_kv=4, d_ff=24, num_heads=2, num_layers=1, vocab_size=48)
 LLAMA = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=48)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from iobs.errors import NonFiniteError
@@ -18,31 +19,16 @@ from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
 from iobs.pruning.recipe.parts import DISTANCES, LossName
-from iobs.pruning.samples.outputs import returns_states
+from iobs.pruning.samples import batches
+from iobs.pruning.samples.outputs import class_axis, logits, returns_states
 from iobs.pruning.samples.subsets import Samples
 
-
-@dataclass(frozen=True)
-class NamedLoss:
-    """A loss of gradient steps that a recipe names.
-
-    Args:
-        text: its name in the report.
-        of: (losses of a run) -> the loss as a function.
-    """
-
-    text: str
-    of: Callable[[Scoring], LossFunction]
-
-
-_OF_STATES = "distance of hidden states"  # the name of "kl" for models that return them
+# Losses of gradient steps that a recipe names: (losses of a run) -> (name in the report, the loss as a function).
 # `recipe.parts.DISTANCES` has the names of those that are distances to the dense model.
-LOSSES: dict[LossName, NamedLoss] = {
-    "task": NamedLoss("task loss", lambda scoring: task_loss),
-    "kl": NamedLoss("KL to the dense model", lambda scoring: kl_to(scoring.dense)),
-    "block": NamedLoss(
-        "distance of block outputs", lambda scoring: block_distance_to(scoring.dense, scoring.paths_of_blocks)
-    ),
+LOSSES: dict[LossName, Callable[[Scoring], tuple[str, LossFunction]]] = {
+    "task": lambda scoring: ("task loss", task_loss),
+    "kl": lambda scoring: (scoring.name_of_divergence, kl_to(scoring.dense)),
+    "block": lambda scoring: ("distance of block outputs", block_distance_to(scoring.dense, scoring.paths_of_blocks)),
 }
 
 
@@ -85,16 +71,23 @@ class Scoring:
 
     # ---- losses
     def loss_of(self, step: FineTune | None) -> tuple[str, LossFunction]:
-        """Name and function of the loss of gradient steps; for None the KL divergence to the dense model.
-
-        Hidden states have no KL divergence: there it is their squared distance.
-        """
+        """Name and function of the loss of gradient steps; for None the divergence from the dense model."""
         chosen = _loss_of(step)
-        if not isinstance(chosen, str):
-            return "given loss", chosen
-        loss = LOSSES[chosen]
-        text = _OF_STATES if chosen == "kl" and returns_states(self.dense) else loss.text
-        return text, loss.of(self)
+        return LOSSES[chosen](self) if isinstance(chosen, str) else ("given loss", chosen)
+
+    @cached_property
+    def name_of_divergence(self) -> str:
+        """The name of the loss of `kl_to`, which is a relative squared distance of outputs that are no chances."""
+        if returns_states(self.dense):
+            return "distance of hidden states"
+        return "KL to the dense model" if self.compares_chances else "squared distance to the dense model"
+
+    @cached_property
+    def compares_chances(self) -> bool:
+        """True if the outputs of the model are a distribution, so that divergences are in nats."""
+        few = self.fit.first(2).batches[0]  # some models squeeze the dimension of a single sample
+        with torch.no_grad():
+            return class_axis(logits(batches.forward(self.dense, few)), few, self.dense) is not None
 
     @property
     def dense(self) -> nn.Module:
