@@ -208,6 +208,31 @@ def test_batches_are_counted_as_they_are_given():
     assert passes[1] == more[1]
 
 
+@pytest.mark.parametrize("loss", ["kl", "task"])
+def test_trials_of_all_gradient_steps_are_foretold(loss):
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    data = [(torch.randn(32, 12), torch.randint(0, 4, (32,))) for _ in range(2)]
+    after, between = (iobs.FineTune(lr="auto", optimizer="adam", steps=8, loss=name) for name in ("kl", loss))
+    forecasts, trials, listener = [], [], iobs.Callback()
+    listener.on_forecast = forecasts.append
+    listener.on_measure = lambda task, done, total: trials.append(task)
+    recipe = iobs.Recipe(rounds=iobs.Rounds(2, finetune=between), finetune=after)
+    iobs.prune(network, data, 0.6, recipe, callbacks=[listener])
+    (part,) = (part for part in forecasts[0].parts if part.name == "trial")
+    assert part.units == len([task for task in trials if task.startswith("trial")])  # shared where the loss is the same
+
+
+def test_windows_that_steps_between_rounds_sample_are_foretold():
+    model = families.LANGUAGE_MODELS["llama"][0]().eval()
+    data = [{"input_ids": torch.randint(model.config.vocab_size, (4, 32))} for _ in range(2)]
+    step = iobs.FineTune(lr=1e-3, optimizer="adam", steps=2, loss="kl", augment="auto")
+    forecasts, listener = [], iobs.Callback()
+    listener.on_forecast = forecasts.append
+    iobs.prune(model, data, 0.5, iobs.Recipe(rounds=iobs.Rounds(2, finetune=step)), callbacks=[listener])
+    assert "windows of sampled text" in [part.name for part in forecasts[0].parts]
+
+
 def test_gradient_steps_of_a_small_network_have_a_time_of_their_own():
     every, finetune = layers(1, 8, 8), iobs.FineTune(lr=0.1, steps=100)
     work = cost.Work(every, 8, 8, 0.0, 0, 8.0, {}, fit=Samples.of([torch.randn(8, 4)]))

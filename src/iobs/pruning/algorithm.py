@@ -307,8 +307,8 @@ def forecaster(workspace: Workspace) -> Callable[[], object]:
     sampled = 0 if workspace.scoring is None else workspace.scoring.windows_to_sample()
 
     def foretell() -> Forecast:
-        windows = sampled if workspace.decided.finetune else 0
-        expected = forecast(sizes, prices, recipe, workspace.decided, request.pattern, windows)
+        decided = workspace.decided
+        expected = forecast(sizes, prices, recipe, decided, request.pattern, sampled_by_steps=sampled)
         workspace.callbacks.on_forecast(expected)
         return expected
 

@@ -99,17 +99,16 @@ def decide_growth(workspace: Workspace) -> Rounds:
 
 def decide_rates(workspace: Workspace, plan: Mapping[Layer, Pattern], decided: Decisions) -> Decisions:
     """The decisions with learning rates and optimizers in place of "auto"; the model holds the first projection."""
-    # Steps with the same optimizer and loss share their trials.
-    chosen: dict[tuple[object, object], tuple[Optimizer, float] | None] = {}
+    last = decided.rounds.count == 1
+    chosen = {
+        (step.optimizer, step.loss): _optimizer_and_rate(workspace, plan, step, f"descents {number}", last=last)
+        for number, step in enumerate(steps_with_trials(decided))
+    }
 
     def tuned(step: FineTune | None, caution: float = 1.0) -> FineTune | None:
         if step is None or step.lr != "auto":
             return step
-        key = step.optimizer, step.loss
-        if key not in chosen:
-            last = decided.rounds.count == 1
-            chosen[key] = _optimizer_and_rate(workspace, plan, step, f"descents {len(chosen)}", last=last)
-        best = chosen[key]
+        best = chosen[step.optimizer, step.loss]
         if best is None:
             return None
         return replace(step, optimizer=best[0], lr=best[1] / (caution if step.support == "dense" else 1.0))
@@ -119,6 +118,16 @@ def decide_rates(workspace: Workspace, plan: Mapping[Layer, Pattern], decided: D
     if rounds.count > 1:
         rounds = replace(rounds, finetune=tuned(rounds.finetune, _DENSE_CAUTION))
     return replace(decided, rounds=rounds, finetune=finetune)
+
+
+def steps_with_trials(decided: Decisions) -> list[FineTune]:
+    """The gradient steps whose optimizer and rate trials choose; those with the same optimizer and loss share them."""
+    between = decided.rounds.finetune if decided.rounds.count > 1 else None
+    steps: dict[tuple[object, object], FineTune] = {}
+    for step in (decided.finetune, between):
+        if step is not None and step.lr == "auto":
+            steps.setdefault((step.optimizer, step.loss), step)
+    return [*steps.values()]
 
 
 def candidates(decided: Decisions) -> tuple[FineTune, ...]:

@@ -92,7 +92,7 @@ class Foresight:
             positions=round(self.workload.positions * share),
             held_out=self.workload.held_out / share,
         )
-        return forecast(workload, self.prices, recipe, decided, self.request.pattern, more + windows)
+        return forecast(workload, self.prices, recipe, decided, self.request.pattern, more, windows)
 
     def within(self, seconds: float) -> tuple[int, str]:
         """The number of the recipe's first form (see `forms`) that ends in time, and a note on it; equal on all ranks.

@@ -15,7 +15,7 @@ from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
-from iobs.pruning.decisions import candidates
+from iobs.pruning.decisions import candidates, steps_with_trials
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
@@ -35,7 +35,7 @@ from iobs.pruning.plan.curves import (
     with_whole_curves,
 )
 from iobs.pruning.plan.widths import LEVELS as UNIT_LEVELS
-from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, NetworkSolver, Recipe
+from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, NetworkSolver, Recipe, Rounds
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
@@ -280,6 +280,7 @@ def forecast(
     decided: Decisions,
     pattern: Pattern | None = None,
     sampled: int = 0,
+    sampled_by_steps: int = 0,
 ) -> Forecast:
     """Forecast the work of a whole run.
 
@@ -289,14 +290,16 @@ def forecast(
         recipe: how to prune.
         decided: rounds and gradient steps, as far as they are decided.
         pattern: of the run, which decides how sparsity is allocated; None: zeros anywhere.
-        sampled: number of windows of text that are sampled from the dense model.
+        sampled: number of windows of text that are sampled from the dense model before the first projection.
+        sampled_by_steps: of those that gradient steps of fine-tuning sample, if there are any.
     """
+    if decided.rounds.schedule == "auto":  # which seldom adds rounds
+        decided = replace(decided, rounds=Rounds())
     if recipe.network_solver is not None:
         return _of_whole_network(workload, prices, recipe.network_solver, decided)
     workload = workload.swept(recipe)
     fit = decided.blocks.within(workload.steps) if decided.blocks is not None and workload.blocks else None
-    rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count  # "auto" seldom adds rounds
-    count = len(workload.layers)
+    rounds, count = decided.rounds.count, len(workload.layers)
     phases, weights = _round(workload, prices, recipe, fit)
     if rounds > 1:
         later, _ = _round(workload, prices, recipe.of_later_rounds, None)
@@ -311,8 +314,10 @@ def forecast(
         *_block_rates(workload, prices, fit),
         Part("layers", rounds * count, mean, phases=phases),
         *_network_steps(workload, prices, fit),
-        *_fine_tuning(workload, prices, decided, rounds),
+        *_fine_tuning(workload, prices, decided),
     )
+    if decided.finetune is not None or decided.rounds.finetune is not None:
+        sampled += sampled_by_steps
     if sampled:
         seconds = _SAMPLED * prices.forward * workload.length
         parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
@@ -323,10 +328,9 @@ def _of_whole_network(workload: Work, prices: Prices, solver: NetworkSolver, dec
     """The stages of a solver of the whole network, losses, and gradient steps; nothing without labels."""
     if not prices.stage:
         return Forecast(())
-    rounds = 1 if decided.rounds.schedule == "auto" else decided.rounds.count
-    losses = _LOSSES * (1 + rounds) * _one_pass(workload, prices)
-    stages = Part("stages of the whole network", rounds * solver.stages, prices.stage)
-    return Forecast((stages, Part("forward passes", 1, losses), *_fine_tuning(workload, prices, decided, rounds)))
+    losses = _LOSSES * (1 + decided.rounds.count) * _one_pass(workload, prices)
+    stages = Part("stages of the whole network", decided.rounds.count * solver.stages, prices.stage)
+    return Forecast((stages, Part("forward passes", 1, losses), *_fine_tuning(workload, prices, decided)))
 
 
 def _round(
@@ -522,7 +526,7 @@ def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list
     return parts
 
 
-def _fine_tuning(workload: Work, prices: Prices, decided: Decisions, rounds: int) -> list[Part]:
+def _fine_tuning(workload: Work, prices: Prices, decided: Decisions) -> list[Part]:
     """The trials of learning rates, the steps between rounds, and the fine-tuning after the last round."""
     if workload.fit is None:
         return []
@@ -531,13 +535,14 @@ def _fine_tuning(workload: Work, prices: Prices, decided: Decisions, rounds: int
     def seconds(step: FineTune) -> float:
         return STEP_PASSES * prices.forward * workload.length * samples_of_step(step, fit) + _STEP_CALL
 
-    between, after = decided.rounds.finetune if rounds > 1 else None, decided.finetune
-    tuned = [step for step in (after, between) if step is not None and step.lr == "auto"]
-    if tuned:
-        longest = max(tuned, key=most_trial_steps)
-        parts.append(Part("trial", most_trial_steps(longest), seconds(longest), once=True))
+    between, after = decided.rounds.finetune, decided.finetune
+    trials = [(most_trial_steps(step), seconds(step)) for step in steps_with_trials(decided)]
+    if trials:
+        steps = sum(count for count, _ in trials)
+        mean = sum(count * each for count, each in trials) / steps
+        parts.append(Part("trial", steps, mean, once=True))
     if between is not None:  # growing sparsity takes no steps after the first projection, which it undoes
-        runs = rounds - (2 if decided.rounds.schedule == "cubic" else 1)
+        runs = decided.rounds.count - (2 if decided.rounds.schedule == "cubic" else 1)
         parts.append(Part("steps", runs * between.steps, seconds(between)))
     if after is not None:
         steps = sum(step.steps for step in candidates(decided))

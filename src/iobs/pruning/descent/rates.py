@@ -132,7 +132,7 @@ def steps_of_finetune_trial(step: FineTune) -> int:
 
 def most_trial_steps(step: FineTune) -> int:
     """The most steps that the choice of an optimizer and a learning rate of fine-tuning takes."""
-    return sum(trials.most_steps for trials in finetune_trials(step).values()) if step.lr == "auto" else 0
+    return sum(trials.most_steps for trials in finetune_trials(step).values())
 
 
 def try_rates(trial: Callable[[float], float], rates: tuple[float, ...], before: float) -> dict[float, float]:
