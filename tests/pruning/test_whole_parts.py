@@ -232,6 +232,15 @@ def test_blocks_of_an_own_network_are_removed():
         assert float((model(data[0]) - wanted).square().mean()) < 0.5 * float((wanted - wanted.mean(0)).square().mean())
 
 
+def test_blocks_are_removed_before_entries_are_pruned():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(*(Residual(8) for _ in range(4))), nn.Linear(8, 3)).eval()
+    data = list(torch.randn(120, 6, generator=torch.Generator().manual_seed(1)).split(40))
+    iobs.prune(model, data, 0.5, "one-shot")
+    notes = iobs.prune(model, data, "structured:25%,units=blocks", "one-shot").notes
+    assert any("hold values now. Remove units first" in note for note in notes)
+
+
 def test_parts_with_names_are_no_blocks():
     torch.manual_seed(0)
     head = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), last=nn.Linear(8, 8)))

@@ -22,6 +22,7 @@ from itertools import count
 from torch import Tensor
 
 from iobs.core.patterns import Pattern, Rate
+from iobs.core.structured import Structured
 from iobs.errors import LayerSelectionError, NonFiniteError
 from iobs.pruning.baselines import audit_network, project_network
 from iobs.pruning.calibration.gram import by_magnitude
@@ -456,7 +457,7 @@ def _note_lost_zeros(workspace: Workspace) -> None:
     zeros, lost = workspace.store.lost_zeros()
     if lost:
         pattern, advice = workspace.request.pattern, "keep_zeros=True keeps them."
-        if workspace.request.sites.sites:
+        if isinstance(pattern, Structured):
             advice = "Remove units first, and prune entries afterwards."
         elif isinstance(pattern, Rate):
             advice = f"{'A rate' if pattern.zeros is None else pattern} keeps no zeros of an earlier run."
