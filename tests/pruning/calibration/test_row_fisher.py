@@ -20,6 +20,7 @@ from iobs.pruning.layerwise.problem import Task, solve_layer, solve_together
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import LayerSettings
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples.subsets import Samples
 
 
@@ -300,3 +301,15 @@ def test_a_layer_of_single_vectors_has_a_price_and_a_mapped_one_has_none():
     assert single is not None
     assert head is not None
     assert iobs.prune(model, list(torch.randn(3, 8, 6)), 0.5, "one-shot").zeros == 45
+
+
+def test_a_rank_without_samples_fails_as_the_others_do():
+    """Otherwise it would wait for a sum that they never reach."""
+
+    class Second(Ranks):
+        def sum(self, tensor):
+            tensor += 1.0  # what the first rank has
+
+    model = network(False)
+    with pytest.raises(ProblemError, match="no gradient on another rank"):
+        row_fisher(model, find_layers(model), [], Samples.of(data(False)[:1]), seed=0, ranks=Second(1, 2))

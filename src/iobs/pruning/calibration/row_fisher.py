@@ -186,11 +186,17 @@ def row_fisher(
     squares, outputs = _Squares(model, layers, tables), _Outputs(model, data, draws)
     if squares.embeddings:
         squares.count_tokens(chain, ranks.share(part).batches)
-    if chain:
-        _BlockwisePass(layers, chain, outputs, squares, residency or Residency()).run()
-    else:
-        for index in range(len(data)):
-            squares.add(layers, partial(outputs.probe, index))
+    failure: ProblemError | None = None
+    try:
+        if chain:
+            _BlockwisePass(layers, chain, outputs, squares, residency or Residency()).run()
+        else:
+            for index in range(len(data)):
+                squares.add(layers, partial(outputs.probe, index))
+    except ProblemError as error:
+        failure = error
+    if ranks.total(float(failure is not None)):  # all ranks alike: some may have no sample, which is no failure
+        raise failure or ProblemError(f"The model's outputs have no gradient on another rank. {_WITHOUT}")
     return squares.result(outputs, ranks)
 
 
