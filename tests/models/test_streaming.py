@@ -359,7 +359,7 @@ def test_low_memory_option_prunes_block_by_block(with_words, tmp_path, monkeypat
     assert "Predicted peak memory" in planned.output
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
-        patch.setattr(memory, "left", lambda device: 10**6)
+        patch.setattr(memory, "reachable", lambda device: 10**6)
         patch.setattr("iobs.cli.by_blocks.available", lambda: 100)
         warned = " ".join(run("--dry-run").stderr.split())
         assert "MB left" in warned

@@ -46,9 +46,9 @@ def run(remaining, clock, name, units, seconds):
 def test_forecast_is_the_time_left_at_first():
     clock = Clock()
     remaining = Remaining(clock)
-    assert remaining.left is None
+    assert remaining.seconds_left is None
     remaining.expect(FORECAST)
-    assert remaining.left == pytest.approx(FORECAST.seconds) == 90
+    assert remaining.seconds_left == pytest.approx(FORECAST.seconds) == 90
 
 
 def test_time_left_is_corrected_by_the_work_done():
@@ -56,13 +56,13 @@ def test_time_left_is_corrected_by_the_work_done():
     remaining = Remaining(clock)
     remaining.expect(FORECAST)
     run(remaining, clock, "curves", 5, 6.0)  # three times slower than forecast
-    assert remaining.left == pytest.approx(3 * 80, rel=0.15)
+    assert remaining.seconds_left == pytest.approx(3 * 80, rel=0.15)
     run(remaining, clock, "curves", 5, 6.0)
     run(remaining, clock, "layers", 20, 1.0)  # as forecast
     run(remaining, clock, "steps", 50, 1.0)
-    assert remaining.left == pytest.approx(50, rel=0.1)
+    assert remaining.seconds_left == pytest.approx(50, rel=0.1)
     run(remaining, clock, "steps", 50, 1.0)
-    assert remaining.left == pytest.approx(0)
+    assert remaining.seconds_left == pytest.approx(0)
     assert remaining.share == pytest.approx(1)
 
 
@@ -72,7 +72,7 @@ def test_part_that_ends_early_is_over_when_the_next_begins():
     remaining.expect(FORECAST)
     run(remaining, clock, "curves", 3, 2.0)
     run(remaining, clock, "layers", 10, 1.0)
-    assert remaining.left == pytest.approx(60, rel=0.05)
+    assert remaining.seconds_left == pytest.approx(60, rel=0.05)
 
 
 def test_work_without_a_forecast_goes_on_as_it_began():
@@ -80,7 +80,7 @@ def test_work_without_a_forecast_goes_on_as_it_began():
     remaining = Remaining(clock)
     remaining.expect_part("stages", 8)
     run(remaining, clock, "stages", 2, 3.0)
-    assert remaining.left == pytest.approx(18)
+    assert remaining.seconds_left == pytest.approx(18)
 
 
 def test_preparations_and_compilation_are_not_taken_for_the_speed():
@@ -89,9 +89,9 @@ def test_preparations_and_compilation_are_not_taken_for_the_speed():
     clock.now = 100.0
     remaining.expect(FORECAST)
     run(remaining, clock, "curves", 3, 50.0)
-    assert remaining.left < 2.5 * 84
+    assert remaining.seconds_left < 2.5 * 84
     run(remaining, clock, "curves", 2, 2.0)
-    assert remaining.left == pytest.approx(80, rel=0.35)
+    assert remaining.seconds_left == pytest.approx(80, rel=0.35)
 
 
 @pytest.mark.parametrize("recipe", ["one-shot", "fast", "paper"])

@@ -329,7 +329,7 @@ def _show_machines(directory: Path, settings: RunSettings, as_json: bool, arithm
 
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
     """Warn if a run is predicted to take more memory than is free, or if its files do not stay in main memory."""
-    free = memory.left(device) // (current().size if device.type == "cpu" else 1)
+    free = memory.reachable(device) // (current().size if device.type == "cpu" else 1)
     if 0 < free < plan.peak_bytes:
         console.warn(
             f"Warning: the run is predicted to take {plan.peak_bytes / 1e9:.2f} GB of memory, and {device} has "

@@ -181,9 +181,9 @@ class ProgressBar(Callback):
 
     @classmethod
     @contextmanager
-    def shown(cls, wanted: bool) -> Iterator[list[ProgressBar]]:
+    def shown(cls, visible: bool) -> Iterator[list[ProgressBar]]:
         """A bar while the context lasts, or none."""
-        if not wanted:
+        if not visible:
             yield []
             return
         with Steps("pruning") as steps:
@@ -238,4 +238,4 @@ class ProgressBar(Callback):
 
     def _show(self, description: str | None) -> None:
         text = None if description is None else self._prefix + description
-        self._steps.update(self.remaining.share, 1.0, text, self.remaining.left)
+        self._steps.update(self.remaining.share, 1.0, text, self.remaining.seconds_left)

@@ -122,7 +122,7 @@ class Remaining:
         self._over |= {other for other in earlier if self._parts[other].once}
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds that are left; None if nothing was forecast and no work is done."""
         parts = [part for part in self._parts.values() if part.name not in self._over]
         if not any(part.seconds for part in parts) and not self._done:
@@ -137,8 +137,8 @@ class Remaining:
     @property
     def share(self) -> float:
         """Share of the time of the run that is over, in [0, 1]."""
-        done, left = sum(map(self._spent, self._parts)), self.left
-        return 0.0 if left is None or done == 0 else done / (done + left)
+        done, ahead = sum(map(self._spent, self._parts)), self.seconds_left
+        return 0.0 if ahead is None or done == 0 else done / (done + ahead)
 
     def _spent(self, name: str) -> float:
         """Seconds of the units of a part that are done; the first ones count at most a multiple of the later ones."""

@@ -416,7 +416,7 @@ class Report:
         ]
         values["loss"] = ComparisonLoss(**values["loss"])
         values["coverage"] = Coverage.from_dict(values["coverage"])
-        values["samples"] = [Sample(**one) for one in values.get("samples", [])]
+        values["samples"] = [Sample(**sample) for sample in values.get("samples", [])]
         values["audit"] = [AuditRow(**{**row, "shape": tuple(row["shape"])}) for row in values["audit"]]
         values["allocation"] = [allocation_record(row) for row in values.get("allocation", [])]
         return cls(**values)

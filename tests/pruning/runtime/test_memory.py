@@ -15,7 +15,7 @@ from iobs.core.memory import available
 from iobs.core.steps import _memory
 from iobs.pruning import blockwise
 from iobs.pruning.runtime import memory
-from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, left, mapped_bytes, reusing_memory
+from iobs.pruning.runtime.memory import _MMAP_THRESHOLD, MemoryWatch, mapped_bytes, reachable, reusing_memory
 
 MEGABYTE = 1 << 20
 PROBE = """
@@ -151,7 +151,7 @@ def test_blocks_that_torch_keeps_for_later_are_left(monkeypatch):
     for name, found in {"mem_get_info": (5, 20), "memory_reserved": 12, "memory_allocated": 3}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     gpu = torch.device("cuda", 0)
-    assert left(gpu) == 17
+    assert reachable(gpu) == 17
     for needed in (14, 15):  # what tensors take now is not free for a model
         monkeypatch.setattr(blockwise, "resident_bytes", lambda *_, needed=needed: needed)
         assert blockwise.fits(torch.nn.Linear(1, 1), [], iobs.Recipe(), gpu) == (needed == 14)

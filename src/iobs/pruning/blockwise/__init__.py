@@ -38,7 +38,7 @@ from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe
-from iobs.pruning.runtime.memory import free_on, left
+from iobs.pruning.runtime.memory import free_on, reachable
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples.batches import Batch, size
 from iobs.pruning.samples.subsets import Samples
@@ -338,7 +338,7 @@ class BlockwiseStore(Store, ABC):
         ranks = current().size
         disk = (shutil.disk_usage(existing(self._disk)).free - written_bytes) // ranks
         memory = available() // ranks - predicted.copied_bytes
-        device = 0 if self.device.type == "cpu" else left(self.device) - predicted.peak_bytes
+        device = 0 if self.device.type == "cpu" else reachable(self.device) - predicted.peak_bytes
         return {"device": device, "memory": memory, "disk": disk}
 
     @property

@@ -162,10 +162,10 @@ class _WeightUses:
         elif func is nn.functional.multi_head_attention_forward:
             self._capture_attention(func, signature(func).bind(*args, **kwargs).arguments)
         elif func in _MATMULS:
-            left, right = factors(args, kwargs)
-            if isinstance(left, Tensor) and isinstance(right, Tensor):
-                self._capture(_transposed(right), left)
-                self._capture(left, _transposed(right))
+            first, second = factors(args, kwargs)
+            if isinstance(first, Tensor) and isinstance(second, Tensor):
+                self._capture(_transposed(second), first)
+                self._capture(first, _transposed(second))
         if (used := self.used) is None:
             return None
 

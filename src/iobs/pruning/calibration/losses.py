@@ -353,20 +353,20 @@ def embedded(model: nn.Module, samples: Samples, first: bool = False) -> Tensor 
         samples: of this run; with several ranks None, since each has other samples.
         first: take the state of the first token instead of the mean.
     """
-    found = []
+    vectors = []
     for batch in samples.batches if current().size == 1 else []:
         output = batches.forward(model, batch)
         states = output.get(_STATES) if isinstance(output, Mapping) and "logits" not in output else None
         if not isinstance(states, Tensor) or states.ndim != 3:
             return None
         if first:
-            found.append(states[:, 0].float().cpu())
+            vectors.append(states[:, 0].float().cpu())
             continue
         mask = attended(model, batch)
         weights = torch.ones(states.shape[:2]) if mask is None else mask.float()
         weights = weights.to(states.device)[..., None]
-        found.append(((states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)).cpu())
-    return torch.cat(found) if found else None
+        vectors.append(((states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)).cpu())
+    return torch.cat(vectors) if vectors else None
 
 
 def similarity(dense: Tensor, pruned: Tensor) -> dict[str, float]:

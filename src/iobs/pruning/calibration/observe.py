@@ -100,7 +100,7 @@ def require_repeatable(model: nn.Module, batch: Batch) -> None:
         for _ in range(2):
             with seeded(model, 0):
                 # Copies: the model may give its own state out, and change it in the next call.
-                results.append([one.clone() for one in outputs.tensors_of(batches.forward(model, sample))])
+                results.append([tensor.clone() for tensor in outputs.tensors_of(batches.forward(model, sample))])
     if not all(map(_nearly_equal, *results)):
         raise ModelError(
             f"{type(model).__name__} gives two outputs for the same batch: it keeps state between calls, or draws "
@@ -109,15 +109,15 @@ def require_repeatable(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+def _nearly_equal(first: Tensor, second: Tensor) -> bool:
     """Check that two outputs are equal up to the order of sums, as on a GPU; NaN is equal to NaN."""
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = torch.finfo(one.dtype).eps ** 0.5
-    one, other = one.double().nan_to_num(), other.double().nan_to_num()
-    return bool((one - other).norm() <= tolerance * one.norm())
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    tolerance = torch.finfo(first.dtype).eps ** 0.5
+    first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    return bool((first - second).norm() <= tolerance * first.norm())
 
 
 @torch.no_grad()

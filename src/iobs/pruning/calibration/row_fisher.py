@@ -93,7 +93,7 @@ class RowFisher:
     by_position: bool = False
 
     @property
-    def known(self) -> bool:
+    def prices_rows(self) -> bool:
         """True if there is a price of any row."""
         return bool(self.outputs or self.products or self.lookups)
 
@@ -454,8 +454,8 @@ def frequencies_of(counts: Tensor) -> Tensor:
     once, twice = float((counts == 1).sum()), float((counts == 2).sum())
     discount = once / (once + 2 * twice) if once else 0.5
     spread = discount * float((counts > 0).sum()) / len(counts)
-    found = (counts - discount).clamp_min(0.0) + spread
-    return found / found.sum() if bool(counts.any()) else torch.full_like(counts, 1 / len(counts))
+    smoothed = (counts - discount).clamp_min(0.0) + spread
+    return smoothed / smoothed.sum() if bool(counts.any()) else torch.full_like(counts, 1 / len(counts))
 
 
 @dataclass
@@ -609,8 +609,8 @@ def _recorded_products(tables: Mapping[str, Tensor], calls: list[_RecordedCall])
         yield
 
 
-def _same_matrix(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+def _same_matrix(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.stride() == second.stride() and first.data_ptr() == second.data_ptr()
 
 
 def _kept(calls: list[_RecordedCall], path: str, argument: Tensor, output: object) -> object:

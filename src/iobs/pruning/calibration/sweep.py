@@ -343,7 +343,7 @@ class Stack:
         ranks: processes that share the batches.
 
     Attributes:
-        wanted: experts whose Grams will be needed; all of them unless another sequence is set.
+        needed: experts whose Grams will be needed; all of them unless another sequence is set.
     """
 
     stream: Stream
@@ -351,11 +351,11 @@ class Stack:
     layers: tuple[Layer, ...]
     batches: Sequence[tuple[int, bool, int]]
     ranks: Ranks
-    wanted: Sequence[Layer] = ()
+    needed: Sequence[Layer] = ()
     _statistics: dict[Layer, Statistics] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.wanted = self.layers
+        self.needed = self.layers
 
     @torch.no_grad()
     def loads(self) -> list[float]:
@@ -375,15 +375,15 @@ class Stack:
         return [count * norm for count, norm in zip(tokens.tolist(), norms, strict=True)]
 
     def statistics(self, layer: Layer) -> Statistics:
-        """The Grams of the tokens of one of the wanted experts.
+        """The Grams of the tokens of one of the needed experts.
 
         One pass computes the Grams of as many experts as fit into `EXPERT_MEMORY`, when the first of them is needed.
         """
         if layer not in self._statistics:
             size = max(1, EXPERT_MEMORY // (2 * 8 * layer.shape[1] ** 2))
-            first = self.wanted.index(layer) // size * size
+            first = self.needed.index(layer) // size * size
             self._statistics = {}  # before others take its place
-            self._statistics = self._measure(self.wanted[first : first + size])
+            self._statistics = self._measure(self.needed[first : first + size])
         return self._statistics[layer]
 
     @torch.no_grad()

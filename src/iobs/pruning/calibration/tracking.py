@@ -99,11 +99,11 @@ class Tracker:
 
     def _multiplied_by_rows(self, matrix: Tensor, numbers: Tensor) -> bool:
         """Check that every row of a matrix (rows, columns) is a multiple of the entries with these numbers."""
-        own = torch.zeros_like(matrix)
+        unscaled = torch.zeros_like(matrix)
         for first, name, entries in self._numbers:
             inside = (numbers >= first) & (numbers < first + entries)
-            own[inside] = self._parameters[name].detach().flatten()[numbers[inside] - first].to(own)
-        ratio = torch.where(own != 0, matrix / own, torch.nan).double()
+            unscaled[inside] = self._parameters[name].detach().flatten()[numbers[inside] - first].to(unscaled)
+        ratio = torch.where(unscaled != 0, matrix / unscaled, torch.nan).double()
         most, least = ratio.nan_to_num(-torch.inf).amax(1), ratio.nan_to_num(torch.inf).amin(1)
         tolerance = max(1e-3, 8 * torch.finfo(matrix.dtype).eps)
         return bool(((most - least <= tolerance * most.abs()) | (most == -torch.inf)).all())

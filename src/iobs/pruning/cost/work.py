@@ -249,11 +249,11 @@ class Solves:
 
     def seconds(self, layer: Layer, readers: float = 1.0, rows: float | None = None) -> float:
         """Time of a layer, whose factorisations serve all readers of its input; `rows` of it alone."""
-        own = layer.shape[0] / layer.groups
-        rows = own if rows is None else rows
+        rows_of_group = layer.shape[0] / layer.groups
+        rows = rows_of_group if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
         if layer.name in prices.measured:
-            seconds = prices.measured[layer.name] * layer.groups * rows / own
+            seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
         single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
         together = single * prices.solve + double * prices.double + loops * prices.loop

@@ -195,7 +195,7 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     scales = [_row_scale(*arguments) for arguments in zip(tasks, problems, rows, strict=True)]
     solutions = solve_many(
         [problem if scale is None else problem.scaled(scale) for problem, scale in zip(problems, scales, strict=True)],
-        [_besides_factors(*given, problems[0].shape[1]) for given in zip(patterns, scales, strict=True)],
+        [_besides_factors(*posed, problems[0].shape[1]) for posed in zip(patterns, scales, strict=True)],
         _solver_of(tasks[0]),
         refine=settings.refine,
         damping=settings.damping,

@@ -67,7 +67,7 @@ def allocate(workspace: Workspace) -> tuple[dict[Layer, Pattern], list[Allocatio
     layers = workspace.request.sharing
     if allocation.criterion == "uniform" or not layers:
         return patterns, []
-    if allocation.criterion == "auto" and not workspace.fisher.known:
+    if allocation.criterion == "auto" and not workspace.fisher.prices_rows:
         return patterns, []
     plan, records = _zeros(workspace, pattern, allocation, layers)
     return {**patterns, **plan}, records
@@ -90,7 +90,7 @@ def _zeros(
             layers,
             fast.for_layers(layers),
             measured_densities(sparsity),
-            tried=1 - sparsity,
+            trial_density=1 - sparsity,
             statistics={} if criterion == "search" else None,
         )
         measured = sweep.curves()

@@ -181,15 +181,15 @@ def optimal_counts(effects: dict[Layer, Curve], total: int, ranges: dict[Layer, 
     """
     _require_within(ranges, total)
     counts = {layer: ends[0] for layer, ends in ranges.items()}
-    left = total - sum(counts.values())
+    remaining = total - sum(counts.values())
     pieces: list[tuple[float, int, int, Layer, list[tuple[int, float]]]] = []
     for order, layer in enumerate(effects):
         _push(pieces, order, 0, layer, _lower_envelope(effects[layer], ranges[layer]))
-    while left > 0:
+    while remaining > 0:
         _, order, position, layer, hull = heapq.heappop(pieces)
-        taken = min(left, hull[position + 1][0] - hull[position][0])
+        taken = min(remaining, hull[position + 1][0] - hull[position][0])
         counts[layer] += taken
-        left -= taken
+        remaining -= taken
         _push(pieces, order, position + 1, layer, hull)
     assert sum(counts.values()) == total
     return counts

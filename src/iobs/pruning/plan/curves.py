@@ -95,7 +95,7 @@ class Damages:
         The shape is the median: layers with redundant inputs have damages of nearly zero at some densities.
         """
         ((measured, damage),) = self.points
-        curves = [{keep: max(value, _LEAST_SHARE * one.energy) for keep, value in one.points} for one in like]
+        curves = [{keep: max(value, _LEAST_SHARE * other.energy) for keep, value in other.points} for other in like]
         ratios: dict[int, list[float]] = {}
         for curve in curves:
             for keep, value in curve.items() if curve.get(measured) else ():
@@ -198,7 +198,7 @@ class CurveSweep:
         layers: the layers to measure.
         settings: how each layer is solved.
         densities: measured shares of entries, ascending.
-        tried: density at which the damage is measured too, or None.
+        trial_density: density at which the damage is measured too, or None.
         statistics: filled with the Grams of every layer, if they are kept; otherwise None.
     """
 
@@ -206,7 +206,7 @@ class CurveSweep:
     layers: tuple[Layer, ...]
     settings: Mapping[Layer, LayerSettings]
     densities: Sequence[float]
-    tried: float | None = None
+    trial_density: float | None = None
     statistics: dict[Layer, Statistics] | None = None
 
     def curves(self) -> dict[Layer, LayerCurve]:
@@ -278,17 +278,17 @@ class CurveSweep:
         rows, prices_of_rows = dense[sample], None if prices is None else prices[sample.cpu()]
         energy, sampled = float(of_rows.sum()), float(of_rows[sample].sum())
         scale = (energy if prices is not None else 1.0) / max(sampled, 1e-30)
-        wanted = [max(1, round(density * layer.weights)) for density in self.densities]
-        wanted = [keep for keep in dict.fromkeys(wanted) if keep < full]
+        keeps = [max(1, round(density * layer.weights)) for density in self.densities]
+        keeps = [keep for keep in dict.fromkeys(keeps) if keep < full]
         if complete and layer not in self._whole:
-            wanted = wanted[SINGLE : SINGLE + 1] or wanted
-        weights = _solved([self._task(layer, rows, keep, sample) for keep in wanted], statistics)
+            keeps = keeps[SINGLE : SINGLE + 1] or keeps
+        weights = _solved([self._task(layer, rows, keep, sample) for keep in keeps], statistics)
         points: list[tuple[int, float]] = []
-        for keep, weight in zip(wanted, weights, strict=True):
+        for keep, weight in zip(keeps, weights, strict=True):
             damage = scale * float(_damages_of_rows(gram, weight - rows, prices_of_rows).sum())
             # A damage that grows with more entries is noise of the solver.
             points.append((keep, min([damage, *(before for _, before in points)])))
-        trial, keep = None, 0 if self.tried is None else max(1, round(self.tried * layer.weights))
+        trial, keep = None, 0 if self.trial_density is None else max(1, round(self.trial_density * layer.weights))
         if self._answers.batches and prices is not None and 0 < keep < full:
             (weight,) = _solved([self._task(layer, dense, keep)], statistics)
             trial = keep, self._divergence(layer, weight)

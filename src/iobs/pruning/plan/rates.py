@@ -88,9 +88,9 @@ def rate_of(
         LayerSelectionError: as `patterns_of`.
     """
     selection, patterns = patterns_of(selection, budget, rules)
-    own = {layer: pattern for layer, pattern in patterns.items() if pattern is not budget}
-    small = {layer for layer in patterns if layer not in own and least_bits(layer.shape) > _MOST_SIDE}
-    coded = [layer for layer in patterns if layer not in own and layer not in small]
+    ruled = {layer: pattern for layer, pattern in patterns.items() if pattern is not budget}
+    small = {layer for layer in patterns if layer not in ruled and least_bits(layer.shape) > _MOST_SIDE}
+    coded = [layer for layer in patterns if layer not in ruled and layer not in small]
     if not coded:
         raise PatternError(
             f"{budget} has no matrix to divide bits among: rules have the others, or their steps and tables would take "
@@ -98,7 +98,7 @@ def rate_of(
         )
     state = model.state_dict(keep_vars=True)
     weights = sum(layer.weights for layer in coded)
-    codes = {id(layer.stored(model)) for layer in (*coded, *own)}
+    codes = {id(layer.stored(model)) for layer in (*coded, *ruled)}
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
     digits = len(str(math.ceil(bits / 8)))
     rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
@@ -108,7 +108,7 @@ def rate_of(
         kept = plain if is_code else min(plain, _dense_bits(tensor))
         summed = not is_code and kept == plain
         rest += kept + 8 * _header_bytes(name, tensor, digits, summed=summed, rounded=not is_code)
-    rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
+    rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in ruled.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     if bits < least:
         raise PatternError(
@@ -117,8 +117,8 @@ def rate_of(
         )
     reason = Reason("asked", "its steps and tables would take as many bits as its weights")
     skipped = {**selection.skipped, **{layer.name: reason for layer in small}}
-    left = tuple(layer for layer in selection.layers if layer not in small)
-    return Rate(min((bits - rest) / weights, _MOST)), Selection(left, skipped)
+    kept_layers = tuple(layer for layer in selection.layers if layer not in small)
+    return Rate(min((bits - rest) / weights, _MOST)), Selection(kept_layers, skipped)
 
 
 def _bits_of(pattern: Pattern, layer: Layer) -> float:
@@ -188,7 +188,7 @@ def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
         settings: of the layer.
     """
     parts = weight.reshape(len(grams), -1, weight.shape[1])
-    found = []
+    octaves = []
     for rows, gram in zip(parts, grams.to(weight.device).double(), strict=True):
         if not bool(gram.diagonal().any()):  # inputs that are all zero: weights count as they are
             gram = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -196,8 +196,8 @@ def _octaves(weight: Tensor, grams: Tensor, settings: LayerSettings) -> Tensor:
         shifted = gram + damping * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         by_size = rows[rows.square().sum(1).argsort()]
         spreads = torch.stack([part.square().mean(0).sqrt() for part in by_size.chunk(_CLASSES)])
-        found.append(torch.log2((spreads * cholesky(shifted).diagonal()).clamp_min(1e-30)))
-    return torch.cat(found).cpu()
+        octaves.append(torch.log2((spreads * cholesky(shifted).diagonal()).clamp_min(1e-30)))
+    return torch.cat(octaves).cpu()
 
 
 def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mapping[Layer, Tensor]) -> dict[Layer, float]:

@@ -173,8 +173,7 @@ def _timed(
     workspace: Workspace, pattern: Structured, sites: tuple[Site, ...]
 ) -> tuple[Latency, dict[str, tuple[int, ...]]]:
     """Times of the blocks of all sites, and the widths that are worth choosing."""
-    known = workspace.request.offered
-    offered = {site: possible_widths(pattern, site, offered=known.get(site.name)) for site in sites}
+    offered = {site: possible_widths(pattern, site, offered=workspace.request.offered.get(site.name)) for site in sites}
     with _without_added(workspace):
         latency = measure(
             workspace.store.model, workspace.fit.batches[0], offered, pattern.runtime, samples=pattern.batch
@@ -332,14 +331,14 @@ class Curves:
             problem, labels = joint_quadratic(parts)
         path = removal_path(GroupSystem.of(problem, labels))
         losses, count = [0.0, *path.losses], len(path.order)
-        tried = sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0})
-        if tried and self._answers.batches:
+        removals = sorted({min(count - 1, round(share * count)) for share in LEVELS} - {0})
+        if removals and self._answers.batches:
 
             def measured() -> JsonObject:
-                return {"damages": [self._damage(site, parts, path.order[:removed]) for removed in tried]}
+                return {"damages": [self._damage(site, parts, path.order[:removed]) for removed in removals]}
 
             damages = self.workspace.checkpoint.remembered(f"damages of {site.name}", measured)["damages"]
-            points = [(losses[removed], value) for removed, value in zip(tried, damages, strict=True)]
+            points = [(losses[removed], value) for removed, value in zip(removals, damages, strict=True)]
             losses = corrected(losses, points)
         return SiteCurve(reader.layer, losses, sum(part.reader.energy for part in parts))
 
@@ -377,8 +376,8 @@ def corrected(losses: list[float], points: list[tuple[float, float]]) -> list[fl
     values = np.maximum.accumulate(np.array(losses))
     x, y = (np.array(side) for side in zip(*points, strict=True))
     y = np.maximum.accumulate(y)
-    known, positive = (x > 0) & (y > 0), values > 0
-    if known.any():
-        x, factors = np.log(x[known]), np.log(y[known]) - np.log(x[known])
+    usable, positive = (x > 0) & (y > 0), values > 0
+    if usable.any():
+        x, factors = np.log(x[usable]), np.log(y[usable]) - np.log(x[usable])
         values[positive] *= np.exp(np.interp(np.log(values[positive]), x, factors))
     return [float(value) for value in np.maximum.accumulate(values)]

@@ -96,16 +96,16 @@ class Reconstruction:
         other, notes = 4 - self._place, self.workspace.callbacks.notes
         before = len(notes)
         targets = self._prune_block(ahead, dense, stage, other)
-        noted = notes[before:]
+        of_block = notes[before:]
         sweep.residency.release_dense(stage)
         last = stage == len(sweep.chain) - 1 and self.fit.last == "kl"  # behind it come the norm and the head
         window = Window(Streams.of(sweep, base, dense), spans[stage], targets, last)
         self.fits.fit_window(window, self.fit.steps, stage)
-        self._finish(ahead, stage, noted)
+        self._finish(ahead, stage, of_block)
         first = min((span.start for end, span in spans.items() if end > stage), default=stage + 1)
-        passed = range(spans[stage].start, first)
-        self._move(base, base, passed)
-        for block in passed:
+        behind = range(spans[stage].start, first)
+        self._move(base, base, behind)
+        for block in behind:
             self.fits.leave(block)
         if stage != max(spans) or sweep.without_input:
             self._move(base, ahead, range(first, stage + 1))
@@ -158,12 +158,12 @@ class Reconstruction:
         self.workspace.note_again(finished)
         self.sweep.without_input = {layers[name]: used for name, used in finished["without_input"].items()}
 
-    def _finish(self, ahead: Stream, stage: int, noted: list[str]) -> None:
+    def _finish(self, ahead: Stream, stage: int, notes: list[str]) -> None:
         """Note that a block and its window are in the checkpoint, with the notes of its projections."""
         grown = self._grown(ahead, stage)
         names_of_block = {layer.name for layer in grown}
         names = [entry.name for entry in self.projection.record.layers if entry.name in names_of_block]
-        self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())), noted)
+        self.stored.finish(stage, names, self.sweep.without_input, grown, max(map(len, grown.values())), notes)
 
     # ---- hidden states
     @torch.no_grad()

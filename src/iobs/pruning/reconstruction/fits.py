@@ -180,7 +180,7 @@ class Fits:
             ranks=ranks,
         )
         descent.mark(self.sweep.residency.hold)
-        noted, before = len(workspace.callbacks.notes), descent.loss()
+        first_note, before = len(workspace.callbacks.notes), descent.loss()
         rate = self.settings.network_lr
         if rate == "auto":
             trials, rate_key = network_trials(self.settings), f"round {self.stored.index} rate of the network"
@@ -197,7 +197,7 @@ class Fits:
         for stage, masters in enumerate(groups):
             workspace.checkpoint.put(f"{key}, block {stage}", masters.values, {})
         workspace.checkpoint.put(
-            key, {}, {"notes": workspace.callbacks.notes[noted:]}
+            key, {}, {"notes": workspace.callbacks.notes[first_note:]}
         )  # last: all blocks are stored now
         saved.remove(descent)
 
@@ -374,8 +374,8 @@ class StoredFits:
             notes: of its projections and of the fits between them.
         """
         if self._finished(stage) not in self.checkpoint:
-            left = {layer.name: used for layer, used in without_input.items()}
-            values = {"layers": [*names], "without_input": left, "notes": [*notes]}
+            names_without_input = {layer.name: used for layer, used in without_input.items()}
+            values = {"layers": [*names], "without_input": names_without_input, "notes": [*notes]}
             self.checkpoint.put(self._finished(stage), {}, values)
         for level in range(levels - 1):
             self.checkpoint.drop(self._key(stage, level))

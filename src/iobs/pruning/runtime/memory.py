@@ -154,15 +154,15 @@ def mapped_bytes(tensors: Iterable[Tensor]) -> int:
             ranges.append((int(start, 16), int(end, 16)))
     ranges.sort()
     starts = [start for start, _ in ranges]
-    found = 0
+    in_files = 0
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel():
             place = bisect_right(starts, tensor.data_ptr()) - 1
-            found += tensor.nbytes if place >= 0 and tensor.data_ptr() < ranges[place][1] else 0
-    return found
+            in_files += tensor.nbytes if place >= 0 and tensor.data_ptr() < ranges[place][1] else 0
+    return in_files
 
 
-def left(device: torch.device) -> int:
+def reachable(device: torch.device) -> int:
     """Memory of a device that this process has or can take, in bytes; 0 where the system does not say."""
     if device.type == "cuda":
         return free_on(device) + torch.cuda.memory_allocated(device)

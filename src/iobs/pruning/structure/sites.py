@@ -72,7 +72,8 @@ class Dependencies:
         ]
         self.places = {name: place for place, name in enumerate(trace.sources)}
         self.random = torch.Generator().manual_seed(1)
-        self.known: dict[object, Columns] = {}  # by the tensors that layers read: queries, keys and values share theirs
+        # By the tensors that layers read: queries, keys and values share theirs.
+        self.units_read: dict[object, Columns] = {}
 
     def touched(
         self, inputs: list[Tensor], weights: list[Tensor], region: Sequence[_Leaf] | None = None
@@ -131,9 +132,9 @@ class Dependencies:
         only key and value head of multi-query attention.
         """
         tensors = tuple(map(id, read.inputs)), tuple(read.channels)
-        if tensors not in self.known:
-            self.known[tensors] = self._units(read)
-        return self.known[tensors]
+        if tensors not in self.units_read:
+            self.units_read[tensors] = self._units(read)
+        return self.units_read[tensors]
 
     def _units(self, read: Read) -> Columns:
         everything = self.of_columns(read, torch.ones(read.columns, dtype=torch.bool))
