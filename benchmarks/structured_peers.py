@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import iobs
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.pruning.structure.sites import find_sites
+from iobs.pruning.structure.sites import checked_sites
+from iobs.pruning.structure.trace import shortened
 from iobs.pruning.structure.units import Site
 from iobs.pruning.widths.costs import Products
 from iobs.solvers.grouped.scores import GivenScores
@@ -62,7 +63,8 @@ def solver_and_widths(
         share: of the multiplications in the layers that hold units, to remove.
     """
     name, scope = method.split(" + ")[0].split(", ")
-    sites = [site for site in find_sites(model, images[:2]) if len(site.readers) == 1 and site.inner]
+    every = checked_sites(model, [shortened(images[:2])], inner=True).sites
+    sites = [site for site in every if len(site.readers) == 1 and site.inner]
     assert all(site.kind != "heads" for site in sites), "the package groups heads by options of its pruner"
     scores = _scores(name, model, images, labels, sites)
     cost = Products.count(model, images[:2], tuple(sites)).held

@@ -8,6 +8,7 @@ from menagerie import build
 from simulated_gpu import on_gpu
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from traced_sites import traced_sites
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import iobs
@@ -23,7 +24,6 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure import expected, trace
 from iobs.pruning.structure.expected import Expected, require_rebuilt
-from iobs.pruning.structure.sites import traced_sites
 from iobs.pruning.widths.costs import Products
 
 SIZE = {"hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from traced_sites import find_sites
 
 from iobs.core.structured import Structured
 from iobs.errors import ModelError, ProblemError
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.plan import widths
-from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.widths import latency
 from iobs.pruning.widths.knapsack import choices_of, chosen_widths
 from iobs.pruning.widths.latency import (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from traced_sites import find_sites
 
 import iobs
 from iobs.errors import is_out_of_memory
@@ -21,7 +22,6 @@ from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.runtime.ranks import explained
 from iobs.pruning.structure import expected
-from iobs.pruning.structure.sites import find_sites
 
 FULL = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB.",

@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 import torch
 from torch import nn
+from traced_sites import find_sites
 
 import iobs
 from iobs.core.quadratic import Quadratic
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import SitesOfLayers
 from iobs.pruning.widths.readers import ReaderProblem, ReaderShare, joint_quadratic
 

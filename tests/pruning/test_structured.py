@@ -11,6 +11,7 @@ import torch
 from menagerie import Amplifying
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from traced_sites import find_sites
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import iobs
@@ -28,7 +29,6 @@ from iobs.pruning import structured
 from iobs.pruning.plan import widths
 from iobs.pruning.structure.expected import Expected
 from iobs.pruning.structure.removal import remove, zero_columns
-from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structured import narrowing
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of

@@ -7,9 +7,9 @@ import pytest
 import torch
 from families import build
 from test_sites import outputs, without_units
+from traced_sites import find_sites
 
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import find_sites
 
 # name -> kinds of units; small networks keep the test fast
 TIMM = {

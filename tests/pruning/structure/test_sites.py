@@ -7,13 +7,14 @@ import torch
 from menagerie import Amplifying
 from torch import nn
 from torch.nn import functional
+from traced_sites import find_sites, traced_sites
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import iobs
 from iobs.errors import ModelError
 from iobs.pruning.structure import trace
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import Dependencies, checked_sites, find_sites, traced_sites
+from iobs.pruning.structure.sites import Dependencies, checked_sites
 from iobs.pruning.structure.trace import shortened
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
@@ -242,7 +243,7 @@ def test_columns_of_several_views_of_a_channel_are_one_unit():
 
 
 def test_equal_parts_of_a_layer_lose_units_together():
-    found = checked_sites(Split().eval(), [PICTURES])
+    found = checked_sites(Split().eval(), [PICTURES], inner=True)
     assert not found.refused
     sites = {site.name: site for site in found.sites}
     assert summary(found.sites) == {
@@ -437,10 +438,10 @@ def test_experts_that_few_samples_reach_are_found_or_refused_with_a_reason(monke
     model = Experts().eval()
     data = torch.randn(12, 6)[:3]
     called = {f"experts.{one}.2" for one in model.gate(data).topk(2, -1).indices.unique().tolist()}
-    found = checked_sites(model, [data])
+    found = checked_sites(model, [data], inner=True)
     assert called <= {one.name for one in found.sites}
     monkeypatch.setattr(trace, "_MOST_PASSES", 1)
-    once = checked_sites(model, [data])
+    once = checked_sites(model, [data], inner=True)
     missed = {name for name, reason in once.refused.items() if reason.startswith("noise in place of a few samples")}
     assert missed
     assert called <= missed | {one.name for one in once.sites}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from traced_sites import find_sites
 
 import iobs
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError, PatternError
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.store import Store
-from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.trace import shortened, traced_batches
 from iobs.pruning.structured import plan_structured
 from iobs.pruning.structured_report import StructuredRequest

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from families import MODELS, build
+from traced_sites import find_sites
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -27,7 +28,6 @@ from iobs.pruning.recipe.recipe import STRUCTURED
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import Field, built_shapes, shapes_of, widths_of
 from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.sites import find_sites
 from iobs.pruning.structure.units import Reader, Site, Slices
 from iobs.pruning.structured import plan_structured
 from iobs.pruning.structured_report import StructuredRequest

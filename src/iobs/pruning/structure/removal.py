@@ -31,7 +31,7 @@ def remove(
 
     Args:
         model: changed in place.
-        sites: of the model, from `find_sites`.
+        sites: of the model, from `checked_sites`.
         kept: units to keep by name of the site, at least one of each; sites without an entry keep all units.
         biases: biases to add to the outputs of readers, (rows,), by path of the reader. They are added to the layer's
             bias. A layer without one: they are subtracted from the running mean of its batch norm, or it gets a bias.

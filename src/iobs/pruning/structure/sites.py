@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from iobs.pruning.network.layers import CONVOLUTIONS, TRANSPOSED, joined
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.expected import Verified, verify
-from iobs.pruning.structure.trace import Read, Source, Trace, refused, shortened, trace
+from iobs.pruning.structure.trace import Read, Source, Trace, refused, trace
 from iobs.pruning.structure.units import Index, Kind, Reader, Site, Slices, common_path
 
 _VIEWS = (2, 3, 4)  # numbers of equal views of all channels that a layer may read side by side
@@ -202,43 +202,31 @@ def _by_channel(source: Source, call: int, mask: Tensor) -> Tensor:
 
 
 # ---- sites: units of all layers, joined where they depend on the same row
-def find_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
+def checked_sites(model: nn.Module, short_batches: Sequence[Batch], inner: bool) -> Verified:
     """Places of a network where units can be removed, in forward order, checked by a removal from a copy.
 
     Args:
         model: any network; it is unchanged.
-        batch: a batch that the model accepts. Only its shapes and masks matter, since layers return noise.
+        short_batches: from `traced_batches`. Only their shapes and masks matter, since layers return noise.
         inner: only units that all of their writers finish before a layer reads them. False: also channels that are
             written again later, such as the residual stream of a network with batch norms.
-    """
-    return checked_sites(model, [shortened(batch)], inner).sites
 
-
-def checked_sites(model: nn.Module, short_batches: Sequence[Batch], inner: bool = True) -> Verified:
-    """The sites of `find_sites`, and the reasons why the check refused others.
-
-    Args:
-        model: as there.
-        short_batches: from `traced_batches`.
-        inner: as there.
+    Returns:
+        The sites, and the reasons why the check refused others.
     """
     traced = trace(model, short_batches)
-    sites = _sites(model, traced, inner)
+    sites = unchecked_sites(model, traced, inner)
     verified = _with_equal_parts(model, short_batches, sites, verify(model, short_batches, sites))
     unseen = {path: _UNSEEN for path in traced.unreached if _mixes_channels(model.get_submodule(path))}
     return replace(verified, refused=verified.refused | unseen)
-
-
-def traced_sites(model: nn.Module, batch: Batch, inner: bool = True) -> list[Site]:
-    """The sites of `find_sites` before the check, without the attributes that count units."""
-    return _sites(model, trace(model, [shortened(batch)]), inner)
 
 
 def _mixes_channels(module: nn.Module) -> bool:
     return any(value.ndim > 1 for value in module.parameters(recurse=False))
 
 
-def _sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
+def unchecked_sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
+    """The sites of `checked_sites` before the check, without the attributes that count units."""
     reads = [read for read in traced.reads.values() if read.inputs and read.columns > 1]
     dependencies = Dependencies(traced)
     columns = [dependencies.units(read) for read in reads]
