@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Descent:
         gradient: computes the gradients of groups of masters.
         optimizer: its name in `OPTIMIZERS`.
         order: number of steps before -> the items of all further steps.
-        judge: () -> held-out loss, which compares runs.
+        loss: () -> held-out loss, which compares runs.
         ranks: processes that share the items. The gradients of a step are means over the ranks.
 
     Attributes:
@@ -49,7 +49,7 @@ class Descent:
     gradient: Gradient
     optimizer: str
     order: Callable[[int], Iterator[Any]]
-    judge: Callable[[], float]
+    loss: Callable[[], float]
     ranks: Ranks
     taken: int = field(default=0, init=False)
     _optimizers: list[MasterOptimizer] = field(init=False)
@@ -105,10 +105,6 @@ class Descent:
                 on_step(len(losses), steps, losses[-1])
         return losses
 
-    def loss(self) -> float:
-        """The held-out loss."""
-        return self.judge()
-
     def mark(self, hold: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """Keep the parameters, to which `undo` returns; `hold` stores the copies."""
         self._start = [masters.snapshot(hold) for masters in self.groups]
@@ -120,26 +116,20 @@ class Descent:
         self._optimizers = self._new_optimizers()
         self.taken = 0
 
-    def loss_after(self, steps: int, rate: float, schedule: RateSchedule = "cosine", **options: Any) -> float:
-        """The held-out loss after a run; infinite if it diverges."""
-        try:
-            self.run(steps, rate, schedule, **options)
-            return self.loss()
-        except NonFiniteError:
-            return math.inf
-
     def lowers(self, before: float, steps: int, rates: Sequence[float], **options: Any) -> bool:
-        """True if a run lowers the held-out loss from `before`; a run that does not is undone, and the next rate taken.
+        """True if a run lowers the held-out loss from `before`; others, and diverging ones, are undone.
 
         Args:
             before: the held-out loss without the steps.
             steps: number of steps.
-            rates: learning rates, the first choice first.
+            rates: learning rates, each taken if those before it do not lower the loss.
             options: of `run`.
         """
         for rate in rates:
-            if self.loss_after(steps, rate, **options) < before:
-                return True
+            with suppress(NonFiniteError):
+                self.run(steps, rate, **options)
+                if self.loss() < before:
+                    return True
             self.undo()
         return False
 

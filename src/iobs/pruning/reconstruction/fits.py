@@ -108,7 +108,7 @@ class Fits:
             LossGradient(window, masters, ranks),
             "block adam",
             order=lambda taken: ([index] for index in shuffled_positions(window.streams.fit, seed)),
-            judge=lambda: window.judged_loss(ranks),
+            loss=lambda: window.judged_loss(ranks),
             ranks=ranks,
         )
 
@@ -176,7 +176,7 @@ class Fits:
             gradient,
             "factored",
             order=lambda taken: shuffled_positions(streams.fit, workspace.request.seed),
-            judge=lambda: gradient.judged_loss(ranks),
+            loss=lambda: gradient.judged_loss(ranks),
             ranks=ranks,
         )
         descent.mark(self.sweep.residency.hold)
