@@ -34,6 +34,7 @@ from iobs.pruning.cost.memory import (
     streams_bytes,
     token_count,
 )
+from iobs.pruning.cost.work import stated_sizes
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
@@ -285,8 +286,7 @@ class BlockwiseStore(Store, ABC):
                 recipe = form_of(recipe, pattern, number)
         recipe = with_affordable_epochs(recipe, layers, batches, self.device)
         model = self._sizes(layers, batches, recipe)
-        config = getattr(self.model, "config", None)
-        vocabulary, hidden = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
+        vocabulary, hidden = stated_sizes(self.model, "vocab_size", "hidden_size")
         names = {name for name, _ in self.model.named_parameters()}
         counts = [*map(token_count, batches)]
         tokens = counts if model.positions is None else model.positions

@@ -256,7 +256,7 @@ def affordable(
     """
     if step.most_steps is None:
         return step
-    batch = batches.take(fit.batches[0], torch.arange(1))
+    batch = batches.first_sample(fit.batches[0])
     if batches.positions(batch) > 1:
         if not sampled:
             return replace(step, most_steps=None)

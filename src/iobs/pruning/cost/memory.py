@@ -16,7 +16,7 @@ from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
 from iobs.pruning.cost.affordable import with_affordable_epochs
-from iobs.pruning.cost.work import run_samples, solver_cost
+from iobs.pruning.cost.work import run_samples, solver_cost, stated_sizes
 from iobs.pruning.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.forecast import Forecast
@@ -386,10 +386,8 @@ def peaks_in_memory(
     recipe = with_affordable_epochs(request.recipe, layers, data, store.device)
     fit, heldout = split(Samples.of([*data]), request.holdout, request.seed)
     present = present_bytes(store.device) if present is None else present
-    config, fitting = getattr(store.model, "config", None), recipe.blocks
-    vocabulary, hidden, blocks = (
-        int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size", "num_hidden_layers")
-    )
+    vocabulary, hidden, blocks = stated_sizes(store.model, "vocab_size", "hidden_size", "num_hidden_layers")
+    fitting = recipe.blocks
     head = getattr(store.model, "get_output_embeddings", None)
     if head is None or head() is None:  # an encoder, whose outputs are hidden states
         vocabulary = hidden

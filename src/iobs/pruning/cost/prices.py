@@ -27,7 +27,7 @@ from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, rel
 from iobs.pruning.calibration.replay import BEFORE, Stream
 from iobs.pruning.calibration.row_fisher import row_fisher
 from iobs.pruning.cost.affordable import ObservedInput, observing_inputs
-from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work
+from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work, stated_sizes
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer, solver_of_groups
 from iobs.pruning.network.layers import Layer
@@ -75,8 +75,7 @@ def measure(
     positions, count = sum(map(_positions, data.batches)), _positions(batch)
     with torch.no_grad(), full_precision():
         passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
-        config = getattr(store.model, "config", None)
-        vocabulary, width = (int(getattr(config, name, 0) or 0) for name in ("vocab_size", "hidden_size"))
+        vocabulary, width = stated_sizes(store.model, "vocab_size", "hidden_size")
         needs_prices = store.whole and divides(request.recipe, request.pattern)
         workload = Work(
             layers,

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
@@ -172,6 +174,12 @@ class Work:
         """The work with the samples that are run."""
         few = run_samples(recipe, self.layers, self.samples, self.held_out, self.ranks)
         return replace(self, samples=few, positions=round(few * self.length))
+
+
+def stated_sizes(model: nn.Module, *names: str) -> tuple[int, ...]:
+    """Sizes that the configuration of a model states, such as its `vocab_size`; 0 for those that it does not."""
+    config = getattr(model, "config", None)
+    return tuple(int(getattr(config, name, 0) or 0) for name in names)
 
 
 def run_samples(recipe: Recipe, layers: Sequence[Layer], samples: int, held_out: float, ranks: int) -> int:
