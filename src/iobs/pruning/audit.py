@@ -331,7 +331,7 @@ def require_promised(counted_rows: Sequence[AuditRow], promised: Sequence[AuditR
     by their total.
 
     Args:
-        found: rows of `audit` on the files.
+        counted_rows: rows of `audit` on the files.
         promised: rows of the report.
         where: the directory of the files, for the message.
 

@@ -24,14 +24,13 @@ from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.replay import BEFORE, ChainError, Stream
 from iobs.pruning.cost.memory import Plan
 from iobs.pruning.network.copies import dense_copy
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, joined
 from iobs.pruning.network.modes import evaluating, replaced_forwards, state
 from iobs.pruning.network.selection import Selection, require_usable, unobserved
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.runtime.scratch import scratch_folder
-from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, first_sample, kind_of
 from iobs.pruning.store import Names
 from iobs.pruning.workspace import Request
 
@@ -123,8 +122,9 @@ class OffloadedStore(BlockwiseStore):
             self._memory.settle([*parts, *chain])
             return self._memory.on_call([*parts, *chain])
 
+        samples = [first_sample(batch) for batch in {kind_of(batch): batch for batch in batches}.values()]
         with self._memory.on_call(parts):
-            chain = exact_chain(self.model, _samples(batches), self._layers, along)
+            chain = exact_chain(self.model, samples, self._layers, along)
         if not chain:
             raise self._no_chain()
         self._memory.settle(chain)
@@ -234,15 +234,6 @@ class OffloadedStore(BlockwiseStore):
             positions=[hidden.numel() // width for hidden in self._hidden],
             width=width,
         )
-
-
-def _samples(batches: Sequence[Batch]) -> list[Batch]:
-    """The first sample of one batch of each kind; kinds differ in shapes or dtypes."""
-    kinds = {
-        (data_batches.layout(batch), tuple(tensor.dtype for tensor in data_batches.tensors(batch))): batch
-        for batch in batches
-    }
-    return [data_batches.first_sample(batch) for batch in kinds.values()]
 
 
 def _usable(device: str | torch.device) -> torch.device:
@@ -402,10 +393,9 @@ def parts_of(model: nn.Module) -> list[Block]:
     """
     parts: list[Block] = []
     for path, module in model.named_modules():
-        within = any(path == part.path or path.startswith(f"{part.path}.") for part in parts)
-        if within or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if any(part.holds(path) for part in parts) or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         for name, child in module.named_children():
             if any(True for _ in child.children()):
-                parts.append(Block(f"{path}.{name}" if path else name, 0))
+                parts.append(Block(joined(path, name), 0))
     return parts

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from iobs.pruning.network.calls import after_calls, before_calls
-from iobs.pruning.network.layers import Layer
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 
@@ -58,7 +57,7 @@ class Block:
 
     def holds(self, name: str) -> bool:
         """True if a module or a parameter is this block or lies inside it."""
-        return name == self.path or name.startswith(f"{self.path}.")
+        return inside(name, self.path)
 
 
 def number_of_block(chain: Sequence[Block], name: str) -> int | None:
@@ -139,6 +138,6 @@ def version_of(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def inside(layer: Layer, path: str) -> bool:
-    """True if a layer is the module at a path or lies inside it."""
-    return layer.path == path or layer.path.startswith(f"{path}.")
+def inside(name: str, path: str) -> bool:
+    """True if a module or a parameter is the module at a path or lies inside it."""
+    return name == path or name.startswith(f"{path}.")

@@ -24,7 +24,7 @@ from iobs.pruning.calibration.replay import (
     replaced_blocks,
 )
 from iobs.pruning.network.calls import Args, Kwargs
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, joined
 from iobs.pruning.network.selection import output_heads
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples.batches import Batch
@@ -134,7 +134,7 @@ def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> It
     counts = Counter(call.path for call in tracer.calls)
     once = [call for call in tracer.calls if counts[call.path] == 1 and call.path and call.output is not None]
     elements = {
-        f"{path}.{name}" if path else name
+        joined(path, name)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         for name, _ in module.named_children()
@@ -145,7 +145,7 @@ def find_chains(model: nn.Module, batch: Batch, layers: tuple[Layer, ...]) -> It
 
 def _longest(calls: list[Call], layers: tuple[Layer, ...]) -> list[Block]:
     """The chain among the calls that holds the most layers, by dynamic programming."""
-    counts = {call.path: sum(inside(layer, call.path) for layer in layers) for call in calls}
+    counts = {call.path: sum(inside(layer.path, call.path) for layer in layers) for call in calls}
     makers: dict[Value, list[Call]] = {}
     best: dict[str, tuple[tuple[int, int], Call | None, int | str]] = {}
     for call in sorted(calls, key=lambda call: call.ended):
@@ -203,7 +203,7 @@ def with_formats(
             that block, or is called again.
     """
     kinds = [type(model.get_submodule(block.path)) for block in chain]
-    sample = [batches.take(batch, torch.arange(1))]
+    sample = [batches.first_sample(batch)]
     last = max(kinds.index(kind) for kind in kinds)  # here all classes have been seen
     stream = Stream(model, sample, chain[: last + 1])
     stream.advance(BEFORE)

@@ -58,7 +58,7 @@ def observe(model: nn.Module, data: Sequence[Batch], seed: int) -> bool:
     found_by_use(model, ())
     finder = LayersByUse(model)
     changing: set[str] = set()  # modules whose product has another factor or input than their class says
-    kinds = {(batches.layout(batch), tuple(tensor.dtype for tensor in batches.tensors(batch))): batch for batch in data}
+    kinds = {batches.kind_of(batch): batch for batch in data}
 
     def note(layer: Layer, module: nn.Module, value: Tensor) -> None:
         if layer.path not in changing:

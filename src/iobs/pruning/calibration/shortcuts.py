@@ -139,18 +139,18 @@ def find_shortcuts(model: nn.Module, calls: Sequence[Call], block: str, layers: 
         call_of_layer = once[layer.path]
         outer: Call | None = None
         for call in modules:
-            applied = inside(layer, call.path) and call.path != layer.path and call.output == call_of_layer.output
+            applied = inside(layer.path, call.path) and call.path != layer.path and call.output == call_of_layer.output
             first = call_of_layer.arguments[:1]
             passes_on = call.ended < call_of_layer.began and any(value == call.output for _, value in first)
             if not (applied or passes_on) or not _holds_more(model, call.path, layer):
                 continue
-            within = [other for other in layers if inside(other, call.path)]
+            within = [other for other in layers if inside(other.path, call.path)]
             if any(other.path not in once or once[other.path].began > call_of_layer.began for other in within):
                 continue
             if outer is None or call.began < outer.began:
                 outer = call
         if outer is not None:
-            applied = inside(layer, outer.path) and outer.path != layer.path
+            applied = inside(layer.path, outer.path) and outer.path != layer.path
             shortcuts.setdefault(outer.path, Shortcut(outer.path, layer, applied, outer.rest))
     return [*shortcuts.values()]
 

@@ -193,7 +193,7 @@ def sampled_text(model: nn.Module, part: Samples, count: int, seed: int) -> Samp
 @torch.no_grad()
 def _predicts(model: nn.Module, part: Samples) -> bool:
     """True if the model predicts next tokens and keeps keys and values: two tokens of one window are sampled."""
-    window = batches.take(part.batches[0], torch.arange(1))
+    window = batches.first_sample(part.batches[0])
     assert isinstance(window, Mapping)
     start = window["input_ids"][:, :1].to(next(model.parameters()).device)
     return continued(model, start, 3, torch.Generator().manual_seed(0)) is not None

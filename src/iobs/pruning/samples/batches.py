@@ -217,6 +217,11 @@ def layout(batch: Batch) -> tuple[object, ...]:
     return tuple((name, layout(value)) for name, value in entries if isinstance(value, _NESTED))
 
 
+def kind_of(batch: Batch) -> tuple[object, ...]:
+    """The names, shapes and dtypes of the tensors of one sample: a model that takes it takes others of its kind."""
+    return layout(batch), tuple(tensor.dtype for tensor in tensors(batch))
+
+
 def inputs(batch: Batch) -> Batch:
     """The arguments of the model: the first entry of a tuple, otherwise the whole batch."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
@@ -326,9 +331,8 @@ def require_all_accepted(model: nn.Module, batches: Sequence[Batch], ends: tuple
     """
     checked = set()
     for number, batch in enumerate(batches):
-        kind = layout(batch), tuple(tensor.dtype for tensor in tensors(batch))
-        if kind in checked:
+        if kind_of(batch) in checked:
             continue
-        checked.add(kind)
+        checked.add(kind_of(batch))
         with suppress(*ends):
             called(model, first_sample(batch), f"calibration batch {number}, {shapes(batch)}", CalibrationError)

@@ -28,6 +28,7 @@ Configuration: TypeAlias = Any  # a configuration of transformers, or a value of
 # The names of 330 of the 350 families of the breadth table: tried before other fields that have the same value.
 _NEURONS = ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size")
 _HEAD_WIDTHS = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
+_HEAD_GROUPS = ("num_kv_groups", "multi_query_group_num")
 _OPTIONAL = ("n_inner", "ffn_hidden_size", "intermediate_size", "ffn_dim", "hidden_dim")  # None: a default of the class
 _RATIOS = ("mlp_ratio", "mlp_ratios", "expand_ratio")
 _ROUNDING = 1e-12  # relative; a class takes the whole part of a ratio times a width, which rounding may put just below
@@ -153,7 +154,7 @@ def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list
     counts = [
         Field(inner, name, value // site.count)
         for name, value in vars(config).items()
-        if type(value) is int and value and value % site.count == 0 and _counts_heads(name)
+        if type(value) is int and value and value % site.count == 0 and (counts_heads(name) or name in _HEAD_GROUPS)
     ]
     for fields in [counts, *([field] for field in counts if len(counts) > 1)]:
         if not fields:
@@ -165,8 +166,9 @@ def _head_fields(inner: str, config: Configuration, site: Site) -> Iterator[list
                 yield [*fields, Field(inner, name, len(site.columns[0]) * site.count // heads, fixed=True)]
 
 
-def _counts_heads(name: str) -> bool:
-    return ("head" in name and not name.endswith(("dim", "size"))) or name in ("num_kv_groups", "multi_query_group_num")
+def counts_heads(name: str) -> bool:
+    """True if an attribute or a field of this name is a number of heads, not the width of one."""
+    return "head" in name and not name.endswith(("dim", "size"))
 
 
 # ---- widths

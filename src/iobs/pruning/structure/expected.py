@@ -28,7 +28,7 @@ from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits, tensors_of
-from iobs.pruning.structure.config_widths import is_configured
+from iobs.pruning.structure.config_widths import counts_heads, is_configured
 from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
 from iobs.pruning.structure.units import Attribute, Site
 
@@ -435,8 +435,7 @@ def _candidates(model: nn.Module, site: Site) -> tuple[list[Attribute], list[Att
         for name, value in _numbers(module):
             if value < site.count or value % site.count:
                 continue
-            counted = "head" in name and not name.endswith(("dim", "size"))
-            counted = counted or (site.kind == "heads" and name.endswith("groups"))
+            counted = counts_heads(name) or (site.kind == "heads" and name.endswith("groups"))
             if counted or (site.kind == "neurons" and value == site.count and "." not in name):
                 (others if "." in name else counts).append(Attribute(path, name, value // site.count))
             elif (value in widths or (site.kind == "heads" and value == site.count)) and "." not in name:
