@@ -13,6 +13,7 @@ from iobs.core.structured import Structured
 from iobs.errors import ModelError, ProblemError
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.plan import widths
+from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.widths import latency
 from iobs.pruning.widths.knapsack import choices_of, chosen_widths
 from iobs.pruning.widths.latency import (
@@ -292,3 +293,14 @@ def test_a_call_ends_when_the_accelerator_of_its_module_has_ended(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: waited.append(device))
     called_in("torch", Example(OnSecondGpu(), (), {}))()
     assert waited == [torch.device("cuda", 1)]
+
+
+def test_all_ranks_choose_by_the_times_of_the_first(monkeypatch):
+    class Second(Ranks):
+        def broadcast(self, tensor, source):
+            assert source == 0
+            tensor += 1.0  # what the first rank has measured
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    monkeypatch.setattr(latency, "current", lambda: Second(1, 2))
+    assert shares_of(model, model, torch.randn(3, 4), "torch", lambda calls: [0.5, 0.25]) == (1.5, 1.25)

@@ -83,6 +83,19 @@ class Ranks:
         self.sum(number)
         return float(number)
 
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        """The values of the first rank: what ranks measure, such as times, they choose by alike.
+
+        Raises:
+            DistributedError: another rank is gone.
+        """
+        if self.size == 1:
+            return [*values]
+        numbers = torch.tensor(values, dtype=torch.float64)
+        self.broadcast(numbers, 0)
+        agreed: list[float] = numbers.tolist()
+        return agreed
+
     def means(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
         """Weighted means of tensors over all ranks; the tensors themselves if there is one rank.
 

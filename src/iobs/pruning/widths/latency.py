@@ -30,6 +30,7 @@ from iobs.errors import ModelError, ProblemError, first_line
 from iobs.pruning.network.calls import before_calls
 from iobs.pruning.network.copies import copied
 from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffers
+from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.structure.removal import remove
@@ -374,9 +375,12 @@ def shares_of(
 
 
 def _timed(calls: Sequence[TimedCall], clock: Clock) -> list[float]:
-    """Seconds of calls with the fused attention and the precision that a model has outside of a run."""
+    """Seconds of calls with the fused attention and the precision that a model has outside of a run.
+
+    All ranks have those of the first, so that they choose the same widths.
+    """
     with fused_attention(True), precision_of_user():
-        return clock(calls)
+        return current().agreed(clock(calls))
 
 
 def narrowed(model: nn.Module, sites: Sequence[Site], widths: WidthBySite) -> nn.Module:
