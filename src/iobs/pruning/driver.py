@@ -123,7 +123,8 @@ def prune(
     seconds = None if within is None else as_seconds(within)
     store = model if isinstance(model, Store) else Store(model)
     parsed = as_pattern(pattern)
-    listeners = [LoggingCallback(), *callbacks]
+    first = current().first
+    listeners = [LoggingCallback(), *callbacks] if first else []
     if isinstance(parsed, Structured):
         units = as_structured_recipe(recipe).but(**changes)
         if within is not None:
@@ -131,7 +132,7 @@ def prune(
         request_of_units = StructuredRequest(parsed, units, include, ignore, holdout, seed, checkpoint)
         require_numbers(holdout, seed)
         require_possible(store, request_of_units)
-        with torch.inference_mode(False), ProgressBar.shown(progress) as bar:
+        with torch.inference_mode(False), ProgressBar.shown(progress and first) as bar:
             return prune_structured(store, store.collect_batches(data), request_of_units, Callbacks([*listeners, *bar]))
     chosen = as_recipe(recipe).but(**changes)
     if within is not None:
@@ -152,8 +153,8 @@ def prune(
             selected = select()
         selection, request = selected
         require_exact(request.patterns, normed)
-        with ProgressBar.shown(progress and current().first) as bar:
-            every_callback = Callbacks([*listeners, *bar] if current().first else [])
+        with ProgressBar.shown(progress and first) as bar:
+            every_callback = Callbacks([*listeners, *bar])
             if isinstance(parsed, Budget) and isinstance(request.pattern, Rate):
                 weights = sum(layer.weights for layer in request.sharing)
                 every_callback.on_note(f"{parsed}: {request.pattern.bits:.3f} bits for each of {weights:,} weights.")
