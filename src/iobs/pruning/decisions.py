@@ -199,8 +199,7 @@ def _losses_of_rates(
     descent = workspace.descent(step, workspace.fit, plan)
     descent.mark()
 
-    def trial(rate: float) -> float:
-        descent.undo()
+    def run(rate: float) -> None:
         task = f"{trials.name} with rate {rate:g}, step"
         descent.run(
             trials.steps,
@@ -208,8 +207,5 @@ def _losses_of_rates(
             "linear",
             on_step=lambda done, steps, loss: workspace.callbacks.on_measure(task, done, steps),
         )
-        return descent.loss()
 
-    losses = trials.losses(trial, before, workspace.checkpoint, key)
-    descent.undo()
-    return losses
+    return trials.losses(descent, run, before, workspace.checkpoint, key)

@@ -56,16 +56,22 @@ class RateTrials:
         return len(self.rates) * self.steps
 
     def losses(
-        self, trial: Callable[[float], float], before: float, checkpoint: Checkpoint, key: str
+        self, descent: Descent, run: Callable[[float], object], before: float, checkpoint: Checkpoint, key: str
     ) -> dict[float, float]:
-        """The held-out loss after a trial, by rate; the checkpoint keeps the losses.
+        """The held-out loss after a trial, by rate; the steps are undone, and the checkpoint keeps the losses.
 
         Args:
-            trial: rate -> held-out loss after the run.
+            descent: the steps, after `mark`.
+            run: rate -> takes the steps of a trial.
             before: the held-out loss without steps.
             checkpoint: of the run.
             key: of the trials in the checkpoint.
         """
+
+        def trial(rate: float) -> float:
+            descent.undo()
+            run(rate)
+            return descent.loss()
 
         def kept_trial(rate: float) -> float:
             return checkpoint.number(f"{key}, trial of {rate:g}", partial(trial, rate))
@@ -75,6 +81,7 @@ class RateTrials:
             if min(losses.values(), default=math.inf) < before:
                 break
             losses |= try_rates(kept_trial, (rate,), before)
+        descent.undo()
         return losses
 
     def choose(
@@ -88,20 +95,16 @@ class RateTrials:
         """The largest rate with about the best gain of held-out loss, and the losses as text; the steps are undone.
 
         Args:
-            descent: the steps.
-            before, checkpoint, key: as in `losses`.
+            descent, before, checkpoint, key: as in `losses`.
             on_trial: called with (name, number of the trial, count) before every trial.
         """
         rates = [*self.rates, *self.lower_rates]
 
-        def trial(rate: float) -> float:
-            descent.undo()
+        def run(rate: float) -> None:
             on_trial(self.name, rates.index(rate) + 1, len(rates))
             descent.run(self.steps, rate)
-            return descent.loss()
 
-        losses = self.losses(trial, before, checkpoint, key)
-        descent.undo()
+        losses = self.losses(descent, run, before, checkpoint, key)
         text = ", ".join(f"{rate:g}: {loss:.4g}" for rate, loss in losses.items())
         rate = useful_rate(losses, before, self.enough) or self.rates[0]
         return {"rate": rate, "text": f"held-out loss {before:.4g}, after trials {text}"}
