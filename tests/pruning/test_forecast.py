@@ -208,6 +208,19 @@ def test_batches_are_counted_as_they_are_given():
     assert passes[1] == more[1]
 
 
+@pytest.mark.parametrize(("between", "sets"), [(50, 2), (0, 1)])
+def test_blocks_with_a_grid_after_other_levels_have_trials_of_two_rates(between, sets):
+    every, recipe = layers(4, 8, 8), iobs.Recipe(blocks=BlockFit(masks=2, between=between))
+    work = cost.Work(every, 100, 100, 0.1, 4, 50.0, cost.inputs_by_width(every, 4))
+    decided, prices = Decisions(recipe.rounds, None, blocks=recipe.blocks), cost.Prices(1e-3, 0.0, 0.0, 0.0)
+    units = [
+        {part.name: part.units for part in cost.forecast(work, prices, recipe, decided, pattern).parts}
+        for pattern in (iobs.Unstructured(0.5), iobs.Unstructured(0.5) & iobs.Grid(4), iobs.Grid(4))
+    ]
+    trials = [each["rate of block reconstruction"] for each in units]
+    assert trials == [trials[0], sets * trials[0], trials[0]]
+
+
 @pytest.mark.parametrize("loss", ["kl", "task"])
 def test_trials_of_all_gradient_steps_are_foretold(loss):
     torch.manual_seed(0)

@@ -218,6 +218,20 @@ def test_curves_of_grids_have_a_price_of_their_own(network):
     assert allocation(dear) > allocation(free)
 
 
+def test_layers_with_a_pattern_by_a_rule_have_no_curves(network):
+    model, data = network
+    tasks, listener = [], iobs.Callback()
+    listener.on_measure = lambda task, done, total: tasks.append(task)
+    recipe = iobs.Recipe.preset("one-shot").but(rules=(iobs.Rule("0", pattern="2:4"),))
+    store, pattern = Store(model), as_pattern(0.5)
+    selection = driver.selected_for(store, pattern, None, None, False)
+    _, request = driver.requested(model, recipe, pattern, selection, 0.1, 0, None)
+    with evaluating(model):
+        (curves, *_) = Foresight.of(store, request, data).forecast(recipe).parts
+    iobs.prune(model, data, pattern, recipe, callbacks=[listener])
+    assert [curves.name] * curves.units == tasks == ["error curves of layers"] * 2
+
+
 class Quiet(SmallTransformer):
     """A language model whose outputs have no gradients."""
 

@@ -94,6 +94,7 @@ def measure(
             ranks=current().size,
             sites=len(request.sites.sites),
             grouped={layer.name for layer, pattern in request.patterns.items() if isinstance(pattern, Groups)},
+            ruled={layer.name for layer in layers} - {layer.name for layer in request.sharing},
             batches=len(data.batches),
         )
         if (solver := request.recipe.network_solver) is None:

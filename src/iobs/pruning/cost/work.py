@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from iobs.core.patterns import Pattern, Rate, Unstructured
+from iobs.core.patterns import Pattern, Rate, SparseGrid, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
@@ -127,6 +127,7 @@ class Work:
         ranks: number of processes that share the samples and the rows of layers.
         sites: number of the sites whose units are chosen.
         grouped: names of the layers whose columns are removed in groups.
+        ruled: names of the layers that have a pattern of their own by a rule, and no part in an allocation.
         batches: number of batches of the samples as they are given; 0: as many as steps.
     """
 
@@ -146,6 +147,7 @@ class Work:
     ranks: int = 1
     sites: int = 0
     grouped: Collection[str] = ()
+    ruled: Collection[str] = ()
     batches: int = 0
 
     @property
@@ -319,7 +321,7 @@ def forecast(
     parts = (
         *([Part("first step", 1, _COMPILER, once=True)] if steps and "torch._dynamo" not in sys.modules else []),
         *_allocation(workload, prices, recipe, pattern or Unstructured(0.5), fit),
-        *_block_rates(workload, prices, fit),
+        *_block_rates(workload, prices, pattern or Unstructured(0.5), fit),
         Part("layers", rounds * count, mean, phases=phases),
         *_network_steps(workload, prices, fit),
         *_fine_tuning(workload, prices, decided),
@@ -429,8 +431,10 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         return _unit_curves(workload, prices, recipe, pattern)
     solves, single = 0.0, 0.0
     allocation = under_pattern(recipe.division, pattern)
-    if allocation.criterion == "auto" and not workload.priced:
+    divided = [layer for layer in workload.layers if layer.name not in workload.ruled]
+    if not divided or (allocation.criterion == "auto" and not workload.priced):
         allocation = replace(allocation, criterion="uniform")
+    workload = replace(workload, layers=divided or workload.layers)
     if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
         return []
     probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
@@ -503,8 +507,8 @@ def _judges(workload: Work) -> float:
     return (EVALUATION_SHARE * (1 - workload.held_out) + workload.held_out) * workload.samples
 
 
-def _block_rates(workload: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
-    """The trials of the rate of block reconstruction, on the first window."""
+def _block_rates(workload: Work, prices: Prices, pattern: Pattern, fit: BlockFit | None) -> list[Part]:
+    """The trials of the rate of block reconstruction: on the first window, and again with values on a grid."""
     if fit is None or fit.lr != "auto" or not fit.steps:
         return []
     window = min(1.0, fit.window / workload.blocks)
@@ -512,7 +516,8 @@ def _block_rates(workload: Work, prices: Prices, fit: BlockFit | None) -> list[P
     trials = block_trials(fit)
     trial = window * (trials.steps * step + (workload.held_out or 1.0) * _one_pass(workload, prices))
     trial += trials.steps * _STEP_CALL
-    return [Part(trials.name, len(trials.rates), trial, once=True, phases={"steps of blocks": trial})]
+    chosen = 2 if isinstance(pattern, SparseGrid) and fit.fits_levels else 1  # only the last projection has a grid
+    return [Part(trials.name, chosen * len(trials.rates), trial, once=True, phases={"steps of blocks": trial})]
 
 
 def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list[Part]:
