@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -211,7 +212,7 @@ def divergence(model: nn.Module, batch: Batch, dense: Tensor, sparse: Tensor) ->
     dense, sparse = (values.reshape(-1, values.shape[-1]) for values in (dense, sparse))
     if dense.numel() <= WHOLE:
         return _divergence(dense, sparse, "batchmean")
-    return _in_pieces(_summed_divergence, dense, sparse) / len(dense)
+    return _in_pieces(partial(_divergence, reduction="sum"), dense, sparse) / len(dense)
 
 
 def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
@@ -222,10 +223,6 @@ def _divergence(dense: Tensor, sparse: Tensor, reduction: str) -> Tensor:
         reduction=reduction,
         log_target=True,
     )
-
-
-def _summed_divergence(dense: Tensor, sparse: Tensor) -> Tensor:
-    return _divergence(dense, sparse, "sum")
 
 
 def _in_pieces(loss: Callable[[Tensor, Tensor], Tensor], scores: Tensor, targets: Tensor) -> Tensor:

@@ -86,8 +86,9 @@ class Allocation:
             sparsities, weighted by the Fisher information of its rows. "search": starts from
             "fisher" and moves weights between layers while the divergence of the whole network falls. "auto": "search"
             where all Grams fit into memory, enough samples can judge, and no steps of the whole network follow, block
-            by block; otherwise "fisher". It is "uniform" where the pattern fixes the count of every layer.
-        least: lowest sparsity of any layer.
+            by block; otherwise "fisher". It is "uniform" where the pattern fixes the count of every layer. Bits and
+            whole units are divided by "fisher" or "uniform" alone, and "auto" is "fisher" there.
+        least: lowest sparsity of any layer, where zeros are divided.
         most: highest sparsity of any layer; None lets a layer keep an eighth of what the mean layer keeps.
         bounds: (least, most) sparsity by name pattern of layers, shell style or "re:..."; the last match wins.
         generations: number of trials of "search"; with 0 "auto" does not search.
