@@ -58,6 +58,7 @@ from iobs.pruning.report import (
 from iobs.pruning.runtime.memory import give_back
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Workspace
+from iobs.solvers.row_metric import RowMetric
 
 Plan = dict[Layer, Pattern]
 
@@ -78,13 +79,13 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
         loss, foretell = prepare(workspace, census), forecaster(workspace)
         dense = score_of_dense(workspace)  # after the first forecast, which does not need it
         plan, allocation = allocate(workspace)
-        importance = workspace.importance  # of the dense model, so before the first projection
+        metrics = workspace.metrics  # of the dense model, so before the first projection
         workspace.store.set_patterns(plan)
         best = Best(workspace, plan)
         descent: Descent | None = None
         for index in count():
             patterns = scheduled(plan, workspace.decided.rounds, index)
-            record = project(workspace, patterns, importance, index, descent)  # lines 3 to 8
+            record = project(workspace, patterns, metrics, index, descent)  # lines 3 to 8
             best.consider(record)
             if index == 0:
                 workspace.decided = replace(workspace.decided, rounds=decide_growth(workspace))
@@ -108,7 +109,7 @@ def run(workspace: Workspace, ends: bool = True) -> Report:
 
 
 def project(
-    workspace: Workspace, patterns: Plan, importance: Mapping[Layer, Tensor], index: int, descent: Descent | None
+    workspace: Workspace, patterns: Plan, metrics: Mapping[Layer, RowMetric], index: int, descent: Descent | None
 ) -> RoundRecord:
     """Prune every layer, then measure the model (lines 3 to 8)."""
     began, recipe, samples = time.perf_counter(), workspace.recipe_of_round(index), workspace.portion(index)
@@ -116,7 +117,7 @@ def project(
         record = project_network(workspace, patterns, recipe.network_solver, index)
     else:
         masters = {} if descent is None else descent.groups[0].values
-        record = project_layers(workspace, patterns, importance, index, masters)
+        record = project_layers(workspace, patterns, metrics, index, masters)
     give_back()  # what the Grams and solves have left in the heap, hundreds of megabytes
     if recipe.batch_norm == "update":
         update_batch_norm(workspace.store.model, samples)
@@ -124,7 +125,7 @@ def project(
 
 
 def project_layers(
-    workspace: Workspace, patterns: Plan, importance: Mapping[Layer, Tensor], index: int, masters: dict[str, Tensor]
+    workspace: Workspace, patterns: Plan, metrics: Mapping[Layer, RowMetric], index: int, masters: dict[str, Tensor]
 ) -> RoundRecord:
     """Prune the layers one group after another, in one sweep along the blocks, and record them."""
     recipe = workspace.recipe_of_round(index)
@@ -140,7 +141,7 @@ def project_layers(
         memory=workspace.memory,
         callback=workspace.callbacks,
         biases=workspace.biases(index),
-        importance=importance,
+        metrics=metrics,
     )
     sweep = sweep_of(workspace, workspace.portion(index), index)
     if recipe.blocks is not None and sweep.chain:

@@ -26,6 +26,7 @@ from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.layerwise.problem import couples_rows
 from iobs.pruning.network.layers import Layer, biases_of, embeddings_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
@@ -40,6 +41,7 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.subsets import Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units import SitesOfLayers
+from iobs.solvers.row_metric import RowMetric
 
 _SAMPLED, _FISHER = "sampled text", "Fisher information of rows"  # keys in the checkpoint
 
@@ -264,6 +266,7 @@ class Workspace:
                 self.fit,
                 seed=self.request.seed,
                 tables=self.tables,
+                coupled=[layer for layer in self.selection.layers if self._couples_rows(layer)],
                 ranks=self.ranks,
                 residency=self.store,
             ).tensors()
@@ -288,18 +291,28 @@ class Workspace:
             for layer in self.tables
         }
 
-    def importance_of(self, layer: Layer) -> Tensor | None:
-        """Relative weights of the errors of a layer's rows, (rows,); None if they decide nothing."""
-        weighs = self.recipe.may_weigh_rows and rows_compete(self.request.patterns[layer])
-        weighs = weighs and (self.recipe.curvature == "fisher" or data_batches.positions(self.fit.batches[0]) > 1)
+    @property
+    def _weighs_rows(self) -> bool:
+        """True if errors of rows count by their Fisher information."""
+        positions = data_batches.positions(self.fit.batches[0])
+        return self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or positions > 1)
+
+    def _couples_rows(self, layer: Layer) -> bool:
+        """True if the rows of a layer are solved together."""
+        pattern = self.request.patterns[layer]
+        return self._weighs_rows and layer.groups == 1 and couples_rows(self.recipe.for_layer(layer.name), pattern)
+
+    def metric_of(self, layer: Layer) -> RowMetric | None:
+        """The metric of the errors of a layer's rows; None if it decides nothing."""
+        weighs = self._weighs_rows and rows_compete(self.request.patterns[layer])
         weighs = weighs or layer in self.tables  # frequencies of tokens
-        return self.fisher.relative(layer) if weighs else None
+        return self.fisher.metric(layer) if weighs or self._couples_rows(layer) else None
 
     @property
-    def importance(self) -> dict[Layer, Tensor]:
-        """Relative weights of the rows' errors, (rows,), by layer; empty if all rows count equally."""
-        weights = {layer: self.importance_of(layer) for layer in self.selection.layers}
-        return {layer: rows for layer, rows in weights.items() if rows is not None}
+    def metrics(self) -> dict[Layer, RowMetric]:
+        """Metrics of the rows' errors, by layer; empty if all rows count equally."""
+        metrics = {layer: self.metric_of(layer) for layer in self.selection.layers}
+        return {layer: metric for layer, metric in metrics.items() if metric is not None}
 
     @property
     def reenters(self) -> bool:

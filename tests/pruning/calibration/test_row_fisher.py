@@ -226,7 +226,7 @@ def test_the_weighted_error_of_the_rows_is_least(seed):
     gram.add(inputs[None])
     gram.finish()
     rows = torch.tensor([0.1, 1.0, 1.9], dtype=torch.float64)
-    task = Task(layer, Unstructured(keep=4), weight, None, LayerSettings("exact", damping=0.0), importance=rows)
+    task = Task(layer, Unstructured(keep=4), weight, None, LayerSettings("exact", damping=0.0), metric=RowMetric(rows))
     least = enumerated(weight, gram.own[0], rows, 4)
     for solutions in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
         change = solutions[0].weight - weight
@@ -234,7 +234,7 @@ def test_the_weighted_error_of_the_rows_is_least(seed):
         assert bool((solutions[0].weight[~solutions[0].mask] == 0).all())
         assert float((rows * ((change @ gram.own[0]) * change).sum(1)).sum()) == pytest.approx(least, rel=1e-9)
     equal = solve_layer(replace(task, pattern=Unstructured(keep=1, per="row")), Statistics(gram))[0]
-    plain = solve_layer(replace(task, pattern=Unstructured(keep=1, per="row"), importance=None), Statistics(gram))[0]
+    plain = solve_layer(replace(task, pattern=Unstructured(keep=1, per="row"), metric=None), Statistics(gram))[0]
     assert torch.equal(equal.weight, plain.weight)  # rows that do not compete
 
 
@@ -248,7 +248,7 @@ def test_rows_that_matter_more_keep_more_entries_on_a_grid(solver):
     gram.finish()
     rows = torch.tensor([0.01, 0.01, 1.99, 1.99], dtype=torch.float64)
     pattern = Unstructured(0.5) & iobs.Grid(4, 8)
-    task = Task(layer, pattern, weight, None, LayerSettings(solver), importance=rows)
+    task = Task(layer, pattern, weight, None, LayerSettings(solver), metric=RowMetric(rows))
     for (found,) in (solve_layer(task, Statistics(gram)), solve_together([task], Statistics(gram))):
         kept = found.mask.sum(1)
         assert int(kept.sum()) == 32

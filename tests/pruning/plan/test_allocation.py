@@ -181,7 +181,7 @@ def test_curves_weigh_rows_as_the_run_does_also_if_some_rows_stand_for_all(rows,
     weighed = []
 
     def solve(task, statistics):
-        weighed.append(None if task.importance is None else len(task.importance) == len(task.current))
+        weighed.append(None if task.metric is None else len(task.metric.diagonal) == len(task.current))
         return solve_layer(task, statistics)
 
     monkeypatch.setattr(curves, "CURVE_ROWS", rows)
@@ -356,9 +356,9 @@ def test_text_with_one_output_for_a_sample_has_trials_and_weighs_rows(pooled, mo
         tried.append(values["trial"] is not None)
         return damages(values)
 
-    def task(*arguments, importance):
-        weighed.append(importance is not None)
-        return Task(*arguments, importance=importance)
+    def task(*arguments, metric):
+        weighed.append(metric is not None)
+        return Task(*arguments, metric=metric)
 
     damages = Damages.of
     monkeypatch.setattr(Damages, "of", of)

@@ -26,6 +26,7 @@ from iobs.pruning.structure.units import ChosenGroups
 from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
+from iobs.solvers.row_metric import RowMetric, coupled_weight
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 # Nonzero integers of each row and column from which factors of rows can be read back from weights, and under a mask.
@@ -47,7 +48,7 @@ class Task:
         settings: solver, refinement and damping.
         zeros: (rows, columns) weights whose zeros stay zero; None: any entry may be kept.
         bias: (rows,) bias that belongs to the target weights, if the layer's bias is refitted; otherwise None.
-        importance: (rows,) positive weights of the rows' errors; None: all rows count equally.
+        metric: of the rows' errors; None: all rows count equally, and each for itself.
         stored: dtype of the weights in the model or its files, which limits coded integers.
     """
 
@@ -58,7 +59,7 @@ class Task:
     settings: LayerSettings
     zeros: Tensor | None = None
     bias: Tensor | None = None
-    importance: Tensor | None = None
+    metric: RowMetric | None = None
     stored: torch.dtype = torch.float32
 
     def statistics(self, statistics: Statistics) -> Statistics:
@@ -115,7 +116,8 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
             by_column = {"steps": solution.stats["steps"][back]} if "steps" in solution.stats else {}
             stats = {**solution.stats, **by_column}
             solution = Solution(solution.weight[:, back], solution.mask[:, back], posed, stats)
-        solutions.append(_unscaled(solution, problem, scale, drift_damping))
+        solution = _unscaled(solution, problem, scale, drift_damping)
+        solutions.append(_coupled(task, solution, part, ranks))
     return solutions
 
 
@@ -134,11 +136,11 @@ def _of_one_group(task: Task, statistics: Statistics) -> tuple[Task, Statistics]
     scales = grams.diagonal(dim1=1, dim2=2).mean(1)
     scales = scales.clamp_min(_LEAST_DAMPING * float(scales.mean()) or 1.0)
     importance = scales.repeat_interleave(rows)
-    if task.importance is not None:
-        importance = importance * task.importance.to(importance)
+    if task.metric is not None:
+        importance = importance * task.metric.diagonal.to(importance)
     mean = Gram((grams / scales[:, None, None]).mean(0, keepdim=True), count=statistics.calibration.count)
     layer, centre = replace(task.layer, groups=1), torch.cat(centres)
-    task = replace(task, layer=layer, current=centre, target=None, importance=importance / importance.mean())
+    task = replace(task, layer=layer, current=centre, target=None, metric=RowMetric(importance / importance.mean()))
     return task, Statistics(mean, None, statistics.tokens)
 
 
@@ -202,7 +204,8 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
         name=", ".join(task.layer.name for task in tasks),
     )
     results = zip(solutions, problems, scales, dampings, strict=True)
-    return [_unscaled(*result) for result in results]
+    unscaled = [_unscaled(*result) for result in results]
+    return [_coupled(*row, ranks) for row in zip(tasks, unscaled, rows, strict=True)]
 
 
 def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
@@ -211,14 +214,14 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
     Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
     """
     competing = rows_compete(task.pattern) and not isinstance(task.pattern, Groups)
-    if task.importance is None or not competing or task.settings.reads_weights_only:
+    if task.metric is None or not competing or task.settings.reads_weights_only:
         return None
     if isinstance(task.pattern, Rate):
         kept = 1 - share_of(task.pattern, task.layer)
         nonzero = min(kept, task.pattern.bits / 3)  # about; at low rates most of the kept integers are zero
         if nonzero * min(task.layer.shape) < (_READABLE if kept == 1 else _READABLE_MASKED):
             return None
-    scale = task.importance[part].sqrt()[:, None].to(task.current.device, problem.dtype)
+    scale = task.metric.diagonal[part].sqrt()[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.
     return 1 / short(1 / scale, factor_bits(task.stored)) if isinstance(task.pattern, Rate) else scale
 
@@ -242,6 +245,26 @@ def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drif
     if "factors" in stats:  # of coded integers: the scale is the rounded reciprocal of a number of few bits
         stats = {**stats, "factors": short(1 / scale[:, 0].double(), FACTOR_BITS)}
     return Solution(solution.weight / scale, solution.mask, problem, stats)
+
+
+def couples_rows(settings: LayerSettings, pattern: Pattern) -> bool:
+    """True if the weights on the mask of a layer may be solved for all of its rows together.
+
+    Those of other solvers than ADMM are left as published, and values on a grid are rounded row by row.
+    """
+    zeros = isinstance(pattern, (Unstructured, NM)) and not is_rounded([pattern])
+    return zeros and (settings.solver == "admm" or isinstance(settings.solver, ADMM))
+
+
+def _coupled(task: Task, solution: Solution, part: slice, ranks: Ranks) -> Solution:
+    """The solution with weights that are best for all rows together, if their metric couples them."""
+    metric = task.metric
+    if metric is None or metric.factor is None or not couples_rows(task.settings, task.pattern):
+        return solution
+    weight = coupled_weight(
+        solution.problem, solution.weight, solution.mask, metric.rows(part), task.settings.damping, ranks.sum
+    )
+    return Solution(weight, solution.mask, solution.problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:

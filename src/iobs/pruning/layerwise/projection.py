@@ -44,6 +44,7 @@ from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.store import Store
+from iobs.solvers.row_metric import RowMetric
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,7 @@ class Projection:
         memory: watch of the peak memory, which every group may raise.
         callback: called after every layer.
         biases: names of the biases that are refitted, by layer.
-        importance: weights of the rows' errors, (rows,), by layer; layers without weights count all rows equally.
+        metrics: of the rows' errors, by layer; layers without one count all rows equally.
         level: number of this projection, if further ones of the same layers follow in the round; otherwise None.
 
     Attributes:
@@ -81,7 +82,7 @@ class Projection:
     memory: MemoryWatch
     callback: Callback
     biases: Mapping[Layer, str] = field(default_factory=dict)
-    importance: Mapping[Layer, Tensor] = field(default_factory=dict)
+    metrics: Mapping[Layer, RowMetric] = field(default_factory=dict)
     level: int | None = None
     record: RoundRecord = field(init=False)
 
@@ -194,7 +195,7 @@ class Projection:
             # The weights that the user gave have the zeros that `keep_zeros` keeps.
             zeros=None if not self.settings[layer].keep_zeros else current if dense is None else dense,
             bias=self._bias(layer),
-            importance=self.importance.get(layer),
+            metric=self.metrics.get(layer),
             stored=self.store.stored_dtype(layer),
         )
 

@@ -308,13 +308,14 @@ class CurveSweep:
 
     def _task(self, layer: Layer, rows: Tensor, keep: int, sample: Tensor | None = None) -> Task:
         """Rows of the layer's weight, all or a sample of them, to prune to the density of `keep` entries of it."""
-        settings, importance = self.settings[layer], self.workspace.importance_of(layer)
+        settings, metric = self.settings[layer], self.workspace.metric_of(layer)
+        metric = None if metric is None else metric.uncoupled()  # a curve needs the shape of the damage alone
         if len(rows) < layer.shape[0]:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
-            importance = None if importance is None or sample is None else importance[sample.to(importance.device)]
+            metric = None if metric is None or sample is None else metric.rows(sample)
         zeros = rows if settings.keep_zeros else None
-        return Task(layer, Unstructured(keep=keep), rows, None, settings, zeros, importance=importance)
+        return Task(layer, Unstructured(keep=keep), rows, None, settings, zeros, metric=metric)
 
 
 def _solved(tasks: Sequence[Task], statistics: Statistics) -> Iterator[Tensor]:
