@@ -1,5 +1,6 @@
 """Prices of rows from one backward pass: against gradients by hand, along blocks, for layers of every kind."""
 
+import copy
 from dataclasses import replace
 from itertools import combinations
 
@@ -11,17 +12,20 @@ from torch import nn
 
 import iobs
 from iobs import Unstructured
+from iobs.data.text import calibration_windows, embedded_text
 from iobs.errors import ProblemError
 from iobs.pruning.calibration import row_fisher as module
 from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
+from iobs.pruning.layerwise import problem
 from iobs.pruning.layerwise.problem import Task, solve_layer, solve_together
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.runtime.ranks import Ranks
 from iobs.pruning.samples.subsets import Samples
+from iobs.solvers.row_metric import RowMetric
 
 
 def network(convolution=False):
@@ -313,3 +317,37 @@ def test_a_rank_without_samples_fails_as_the_others_do():
     model = network(False)
     with pytest.raises(ProblemError, match="no gradient on another rank"):
         row_fisher(model, find_layers(model), [], Samples.of(data(False)[:1]), seed=0, ranks=Second(1, 2))
+
+
+def test_factors_hold_what_rows_share_of_the_gradients(monkeypatch):
+    model, batches = network(), data()
+    layer = find_layers(model)[0]
+    gradients = []
+    add = module._Sketch.add
+    monkeypatch.setattr(
+        module._Sketch, "add", lambda sketch, rows: (gradients.append(rows.double()), add(sketch, rows))
+    )
+    found = row_fisher(model, [layer], [], Samples.of(batches), seed=3, coupled=[layer])
+    moment = sum(rows.T @ rows for rows in gradients) / 36
+    torch.testing.assert_close(moment.diagonal(), found.outputs[layer], rtol=1e-5, atol=0)
+    factor = found.factors[layer].double()  # as many random vectors as rows: nothing is lost
+    torch.testing.assert_close(factor @ factor.T, moment, rtol=1e-3, atol=1e-6 * float(moment.trace()))
+    metric = RowFisher.of(found.tensors(), [layer]).metric(layer)
+    assert torch.equal(metric.diagonal, found.relative(layer))
+    assert bool((metric.factor.square().sum(1) <= metric.diagonal + 1e-6).all())
+    monkeypatch.setattr(module, "RANK", 3)
+    low = row_fisher(model, [layer], [], Samples.of(batches), seed=3, coupled=[layer]).factors[layer].double()
+    best = float(torch.linalg.eigvalsh(moment)[:-3].sum())  # the trace that the best factor of three columns misses
+    assert low.shape == (8, 3)
+    assert 0.999 * best <= float((moment - low @ low.T).trace()) <= float(moment.trace())
+
+
+@pytest.mark.parametrize("pattern", [0.5, "2:4"])
+def test_rows_solved_together_lower_the_divergence_of_a_language_model(pattern, embedded, monkeypatch):
+    batches = calibration_windows(embedded.tokenizer, embedded_text("calibration"), 64, 128, 0, labels=False)
+    coupled, losses = problem._coupled, []
+    for solved in (lambda task, solution, *_: solution, coupled):
+        monkeypatch.setattr(problem, "_coupled", solved)
+        model = copy.deepcopy(embedded.module)
+        losses.append(iobs.prune(model, batches, pattern, "one-shot", holdout=0.25).best.loss_heldout)
+    assert losses[1] < 0.98 * losses[0], losses
