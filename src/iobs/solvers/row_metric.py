@@ -42,6 +42,11 @@ class RowMetric:
         return RowMetric(self.diagonal)
 
 
+def coupled_operations(rows: float, columns: int, rank: int) -> float:
+    """Operations of `coupled_weight` for a matrix (rows, columns) and a factor (rows, rank)."""
+    return 2.0 * rows * columns * (columns + 2 * rank) * (_ITERATIONS + 1)
+
+
 def coupled_weight(
     problem: Quadratic,
     weight: Tensor,

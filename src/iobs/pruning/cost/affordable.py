@@ -20,7 +20,7 @@ from iobs.errors import ProblemError
 from iobs.pruning.calibration.blocks import hidden_of
 from iobs.pruning.cost.work import NETWORK_STEP, STEP_PASSES
 from iobs.pruning.descent.batches import samples_of_step
-from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.layerwise.problem import weighs_rows
 from iobs.pruning.network.calls import Args, Kwargs, after_calls
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.plan.counts import under_pattern
@@ -100,7 +100,7 @@ def forms(recipe: Recipe, pattern: Pattern) -> Iterator[ShorterRecipe]:
         left_out.append("no search among divisions")
         yield ShorterRecipe(recipe, ", ".join(left_out))
     bounded = division.bounds or division.least or division.most is not None
-    divided, weighed = division.criterion != "uniform", recipe.may_weigh_rows and rows_compete(pattern)
+    divided, weighed = division.criterion != "uniform", weighs_rows(recipe, pattern)
     if (divided or weighed) and not bounded:
         recipe = recipe.but(allocation="uniform", curvature="layer")
         left_out.append("equal shares of all layers" if divided else "rows of a layer that count equally")

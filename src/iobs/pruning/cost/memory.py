@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from iobs.core.outputs import existing
 from iobs.core.patterns import Budget, Pattern, Rate, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
-from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS, RANK
 from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.cost.work import run_samples, solver_cost, stated_sizes
 from iobs.pruning.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.layerwise.problem import couples_rows, weighs_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.plan.counts import divides
@@ -197,7 +197,14 @@ class GramSizes:
 
 def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:
     """True if a run may need the Fisher information of rows."""
-    return (recipe.may_weigh_rows and rows_compete(pattern)) or divides(recipe, pattern)
+    return weighs_rows(recipe, pattern) or divides(recipe, pattern)
+
+
+def factor_bytes(layers: Iterable[Layer], recipe: Recipe, pattern: Pattern) -> int:
+    """Bytes of the factors of what rows share, which a run keeps to its end."""
+    if not (recipe.may_weigh_rows and couples_rows(recipe, pattern)):
+        return 0
+    return sum(4 * rows * min(rows, RANK) for rows in (layer.shape[0] for layer in layers if layer.groups == 1))
 
 
 def peaks(
@@ -214,6 +221,7 @@ def peaks(
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
     present = 0 if sizes.whole else itemsize * sizes.block  # of one block that is brought into memory
+    factors = factor_bytes(layers, recipe, pattern)
     weights, widest = held.blocks * present, max(layer.shape[1] for layer in layers)
 
     def largest(grams: GramSizes, tokens: int) -> tuple[int, int]:
@@ -238,7 +246,7 @@ def peaks(
         piece = min(AT_ONCE, sizes.tokens)
         activations = 2 * itemsize * _ACTIVATIONS * piece * widest
         number = 4 * _FISHER_SCORES + (of_score if of_score < 4 else 0)  # beside their copy in float32
-        predicted["prices of rows"] = present + max(activations, number * piece * sizes.vocabulary)
+        predicted["prices of rows"] = factors + present + max(activations, number * piece * sizes.vocabulary)
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block
@@ -250,7 +258,7 @@ def peaks(
         # The block with its masters and gradients, and the input of every block for one batch.
         inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
         predicted["steps of the network"] = present + 8 * sizes.block + inputs + step + logits
-    return predicted
+    return {phase: factors + size for phase, size in predicted.items()}
 
 
 def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) -> int:

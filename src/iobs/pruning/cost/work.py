@@ -16,13 +16,12 @@ from torch import nn
 from iobs.core.patterns import Pattern, Rate, SparseGrid, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS, RANK
 from iobs.pruning.decisions import candidates, steps_with_trials
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
-from iobs.pruning.layerwise.patterns import rows_compete
-from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, solves_by_rows
+from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, couples_rows, solves_by_rows, weighs_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.allocate import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.counts import LEVELS, under_pattern
@@ -43,6 +42,7 @@ from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.workspace import Decisions
 from iobs.solvers.families import REFINEMENTS, SOLVERS
 from iobs.solvers.protocols import SolveCost, declared_cost, usual_cost
+from iobs.solvers.row_metric import coupled_operations
 
 # Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
@@ -236,6 +236,7 @@ class Solves:
         held_out: held-out samples have Grams of their own.
         ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
         grouped: columns are removed in groups.
+        coupled: the weights on the mask are solved for all rows together.
     """
 
     settings: LayerSettings
@@ -244,6 +245,7 @@ class Solves:
     held_out: bool = False
     ranks: int = 1
     grouped: bool = False
+    coupled: bool = False
 
     def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
         """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
@@ -262,12 +264,14 @@ class Solves:
         rows_of_group = layer.shape[0] / layer.groups
         rows = rows_of_group if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
+        together = coupled_operations(rows, layer.shape[1], min(RANK, layer.shape[0])) if self.coupled else 0.0
         if layer.name in prices.measured:
-            seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group
+            seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group + together * prices.solve
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
         single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
-        together = single * prices.solve + double * prices.double + loops * prices.loop
-        seconds = prices.layer + layer.groups * together / readers
+        single += together * readers / (self.ranks if divided else 1)
+        seconds = single * prices.solve + double * prices.double + loops * prices.loop
+        seconds = prices.layer + layer.groups * seconds / readers
         return seconds if divided else seconds / max(1.0, min(self.ranks, readers))
 
 
@@ -307,12 +311,12 @@ def forecast(
         decided = replace(decided, rounds=Rounds())
     if recipe.network_solver is not None:
         return _of_whole_network(workload, prices, recipe.network_solver, decided)
-    workload = workload.swept(recipe)
+    workload, pattern = workload.swept(recipe), pattern or Unstructured(0.5)
     fit = decided.blocks.within(workload.steps) if decided.blocks is not None and workload.blocks else None
     rounds, count = decided.rounds.count, len(workload.layers)
-    phases, weights = _round(workload, prices, recipe, fit)
+    phases, weights = _round(workload, prices, recipe, pattern, fit)
     if rounds > 1:
-        later, _ = _round(workload, prices, recipe.of_later_rounds, None)
+        later, _ = _round(workload, prices, recipe.of_later_rounds, pattern, None)
         phases = {
             name: (phases.get(name, 0.0) + (rounds - 1) * later.get(name, 0.0)) / rounds for name in {**phases, **later}
         }
@@ -320,8 +324,8 @@ def forecast(
     steps = fit is not None or decided.finetune is not None or decided.rounds.finetune is not None
     parts = (
         *([Part("first step", 1, _COMPILER, once=True)] if steps and "torch._dynamo" not in sys.modules else []),
-        *_allocation(workload, prices, recipe, pattern or Unstructured(0.5), fit),
-        *_block_rates(workload, prices, pattern or Unstructured(0.5), fit),
+        *_allocation(workload, prices, recipe, pattern, fit),
+        *_block_rates(workload, prices, pattern, fit),
         Part("layers", rounds * count, mean, phases=phases),
         *_network_steps(workload, prices, fit),
         *_fine_tuning(workload, prices, decided),
@@ -344,10 +348,10 @@ def _of_whole_network(workload: Work, prices: Prices, solver: NetworkSolver, dec
 
 
 def _round(
-    workload: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
+    workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Mean seconds of a layer in one round by phase, and the relative time of each layer."""
-    shared, by_layer = _layers(workload, prices, recipe, fit)
+    shared, by_layer = _layers(workload, prices, recipe, pattern, fit)
     count = len(workload.layers)
     phases = {name: seconds / count for name, seconds in shared.items() if seconds}
     for name in ("Grams", "solves"):
@@ -386,10 +390,11 @@ def _gram_seconds(workload: Work, prices: Prices, layer: Layer, products: int, p
 
 
 def _layers(
-    workload: Work, prices: Prices, recipe: Recipe, fit: BlockFit | None
+    workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of one round: by phase for all layers together, and by name and phase for single layers."""
     pairs = recipe.target != "layer"
+    weighed = recipe.may_weigh_rows and (recipe.curvature == "fisher" or workload.length > 1)
     streams = 2 if pairs or recipe.inputs == "dense" else 1
     masks = 1 if fit is None else fit.masks  # projections, of which the first alone compares with the dense model
     one_pass = _one_pass(workload, prices)
@@ -411,12 +416,15 @@ def _layers(
     for layer in workload.layers:
         settings = recipe.for_layer(layer.name)
         readers = workload.inputs.get(layer.name, LayerInput()).readers
-        first, later = (
-            Solves(
-                settings, prices, compares, workload.held_out > 0, workload.ranks, layer.name in workload.grouped
-            ).seconds(layer, readers)
-            for compares in (pairs, False)
+        solves = Solves(
+            settings,
+            prices,
+            held_out=workload.held_out > 0,
+            ranks=workload.ranks,
+            grouped=layer.name in workload.grouped,
+            coupled=weighed and layer.groups == 1 and couples_rows(settings, pattern),
         )
+        first, later = (replace(solves, pairs=compares).seconds(layer, readers) for compares in (pairs, False))
         products = (2 * streams - 1) + masks - 1
         by_layer[layer.name] = {
             "Grams": _gram_seconds(workload, prices, layer, products, workload.positions),
@@ -435,7 +443,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     if not divided or (allocation.criterion == "auto" and not workload.priced):
         allocation = replace(allocation, criterion="uniform")
     workload = replace(workload, layers=divided or workload.layers)
-    if allocation.criterion == "uniform" and not (recipe.may_weigh_rows and rows_compete(pattern)):
+    if allocation.criterion == "uniform" and not weighs_rows(recipe, pattern):
         return []
     probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
     pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}

@@ -20,7 +20,7 @@ from iobs.pruning.layerwise.drift import corrected
 from iobs.pruning.layerwise.grids import is_rounded, solver_for
 from iobs.pruning.layerwise.patterns import patterns_of_groups, rows_compete, share_of
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import LayerSettings, NetworkSolver
+from iobs.pruning.recipe import LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.structure.units import ChosenGroups
 from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve, solve_many
@@ -247,7 +247,12 @@ def _unscaled(solution: Solution, problem: Quadratic, scale: Tensor | None, drif
     return Solution(solution.weight / scale, solution.mask, problem, stats)
 
 
-def couples_rows(settings: LayerSettings, pattern: Pattern) -> bool:
+def weighs_rows(recipe: Recipe, pattern: Pattern) -> bool:
+    """True if a metric of the rows' errors may decide anything: they compete for entries, or are solved together."""
+    return recipe.may_weigh_rows and (rows_compete(pattern) or couples_rows(recipe, pattern))
+
+
+def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
     """True if the weights on the mask of a layer may be solved for all of its rows together.
 
     Those of other solvers than ADMM are left as published, and values on a grid are rounded row by row.
