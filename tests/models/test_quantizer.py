@@ -16,7 +16,7 @@ from iobs.models import packed_files
 
 def integers(shape, seed):
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(shape, generator=generator) * 3).round().to(torch.int32)
+    codes = (torch.randn(shape, generator=generator) * 3).round().to(torch.int16)
     return Integers(codes, torch.full((shape[1],), 0.01171875), torch.ones(shape[0])).weight(torch.float32)
 
 

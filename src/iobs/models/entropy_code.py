@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ def encode(integers: Integers) -> bytes:
 
     rows, columns = integers.codes.shape
     classes = Classes.of(integers.codes)
-    codes = integers.codes.numpy()
+    codes = integers.codes.to(torch.int16).numpy()
     (least, counts), squares = classes.counts(integers.codes), classes.squares(integers.codes)
     numbers = counts.any(1).nonzero()[:, 0].tolist()
     fitted = [_fitted(number, least, counts[number].long().numpy(), float(squares[number])) for number in numbers]
@@ -107,13 +108,12 @@ def encode(integers: Integers) -> bytes:
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
-    whole = head + scales + described + words.tobytes()
-    whole += _SUM.pack(zlib.crc32(tables.starts.tobytes()))
+    whole = b"".join([head, scales, described, words.data, _SUM.pack(zlib.crc32(tables.starts.data))])
     return whole + _SUM.pack(zlib.crc32(whole))
 
 
-def decode(data: bytes | memoryview, name: str = "the matrix") -> list[Integers]:
-    """The matrices whose bytes of `encode` follow each other.
+def decode(data: bytes | memoryview, name: str = "the matrix") -> Iterator[Integers]:
+    """The matrices whose bytes of `encode` follow each other, one at a time.
 
     Args:
         data: the bytes.
@@ -122,11 +122,12 @@ def decode(data: bytes | memoryview, name: str = "the matrix") -> list[Integers]
     Raises:
         ModelError: the bytes are truncated or changed, or this processor makes other tables than the one that wrote.
     """
-    matrices: list[Integers] = []
-    while not matrices or data:
+    data = memoryview(data)
+    while True:
         matrix, data = _first(data, name)
-        matrices.append(matrix)
-    return matrices
+        yield matrix
+        if not data:
+            return
 
 
 def parts(data: bytes | memoryview) -> tuple[int, dict[str, int]]:
@@ -141,7 +142,7 @@ def parts(data: bytes | memoryview) -> tuple[int, dict[str, int]]:
     return entries, total
 
 
-def _first(data: bytes | memoryview, name: str) -> tuple[Integers, bytes | memoryview]:
+def _first(data: memoryview, name: str) -> tuple[Integers, memoryview]:
     """The first matrix, and the bytes behind it."""
     from iobs.models import entropy_code_numba as kernel
 

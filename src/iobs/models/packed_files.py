@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from iobs.core.files import PACKED, expanded, is_packed_file, weight_files
+from iobs.core.slices import is_exact, slices
 from iobs.errors import ModelError, NonFiniteError
 from iobs.models.output import copy_companions
 from iobs.models.packed_tensors import MOST_HEAD, entry_of, pack_code, parts_of, shortest, unpack_tensor
@@ -124,7 +125,7 @@ class PackedFile:
             name: {"dense": len(data)} if name in self._sums else parts_of(data, name) for name, data in self._each()
         }
 
-    def _each(self) -> Iterator[tuple[str, bytes]]:
+    def _each(self) -> Iterator[tuple[str, memoryview]]:
         """The checked bytes of every tensor."""
         with self._opened() as opened:
             for name in self._stored:
@@ -139,7 +140,7 @@ class PackedFile:
             stored = unpack_tensor(_bytes(stored), name)
         return stored.to(self.entries[name].dtype)
 
-    def _check_plain(self, name: str, data: bytes) -> None:
+    def _check_plain(self, name: str, data: memoryview) -> None:
         if self._sums.get(name, zlib.crc32(data)) != zlib.crc32(data):
             raise ModelError(f"{self.file} is damaged ({name!r} has changed); copy or pack it again.")
 
@@ -152,8 +153,8 @@ class PackedFile:
             raise ModelError(f"{self.file} is damaged ({error}); copy or pack it again.") from error
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def dense_entries(file: Path) -> dict[str, Entry]:
@@ -261,11 +262,12 @@ def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[byt
     """
     code = pack_code(tensor)
     if code is None and dtype is not None and _is_wider(tensor, dtype):
-        rounded = tensor.to(dtype)
-        if bool((rounded.isinf() & ~tensor.isinf()).any()):
+        flat = tensor.flatten()
+        parts = (flat[part] for part in slices(flat.shape))
+        if any(bool((part.to(dtype).isinf() & ~part.isinf()).any()) for part in parts):
             raise NonFiniteError(f"{name} has numbers that are too large for {dtype}; bfloat16 holds them.")
-        tensor = rounded
-    halves = [half for half in _HALVES if _is_wider(tensor, half) and torch.equal(tensor.to(half).to(tensor), tensor)]
+        tensor = tensor.to(dtype)
+    halves = [half for half in _HALVES if _is_wider(tensor, half) and is_exact(tensor, half)]
     narrow = tensor.to(halves[0]) if halves else tensor
     data = shortest(code, narrow)
     return data, tensor if data is not None and data is code else narrow
