@@ -67,13 +67,14 @@ def test_matrices_come_back(spread, shape):
     assert torch.equal(found.factors, integers.factors)
 
 
-@pytest.mark.parametrize("spread", [0.3, 3.0, 100.0])
-def test_size_is_the_counted_one(spread):
-    integers = matrix(512, 512, spread)
+@pytest.mark.parametrize(("shape", "share"), [((512, 512), 0.015), ((64, 256), 0.03)], ids=str)
+@pytest.mark.parametrize("spread", [0.05, 0.3, 3.0, 100.0])
+def test_size_is_the_counted_one(spread, shape, share):
+    integers = Integers.of(matrix(*shape, spread).weight(torch.float32))
     data = encode(integers)
-    assert 8 * len(data) == pytest.approx(integers.bits(), rel=0.01)
+    assert 8 * len(data) == pytest.approx(integers.bits(), rel=share)
     entries, bytes_of = parts(data + data)
-    assert (entries, sum(bytes_of.values())) == (2 * 512 * 512, 2 * len(data))
+    assert (entries, sum(bytes_of.values())) == (2 * shape[0] * shape[1], 2 * len(data))
 
 
 def test_integers_beside_the_zeros_of_a_mask_have_their_counted_size():

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.core.exponents import inflated
-from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, sides, states_of
+from iobs.core.integers import MOST_STATES, TABLE, Classes, Integers, raw_bits, sides, states_of
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
 _HEAD, _SUM = struct.Struct("<6I"), struct.Struct("<I")
 _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "<i2"), ("high", "<i2")])
+assert _ENTRY.itemsize == TABLE.size
 _MOST_DESCRIBED = 256 * (_ENTRY.itemsize + 2**16)  # bytes of all tables
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
@@ -103,8 +104,7 @@ def encode(integers: Integers) -> bytes:
     tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
     states = states_of(codes.size)
     scales = sides(integers.steps, integers.factors)
-    numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
-    described = zlib.compress(numbers_of + tables.described(), 9)
+    described = classes.described(tables.described())
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
