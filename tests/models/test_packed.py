@@ -284,6 +284,12 @@ def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
         ({"version": 1, "sums": {}, "dtypes": {"bias": "nn"}}, "no packed file"),
         ({"version": 1, "sums": {"weight": 1}, "dtypes": {}}, "is not there"),
         ({"version": 1, "sums": {}, "dtypes": {}}, "'bias' is truncated or damaged"),
+        ({"version": 3, "tensors": "bb", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "B", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "B", "sums": '"'}, "no packed file"),
+        ({"version": 3, "tensors": "z", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": 1, "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "b", "sums": ""}, "'bias' is truncated or damaged"),
         (3, "no packed file"),
     ],
 )
@@ -293,6 +299,29 @@ def test_damaged_metadata_is_one_clear_error(stated, message, tmp_path):
     save_file({"bias": torch.ones(3)}, tmp_path / "packed" / "model.safetensors", metadata)
     with pytest.raises(ModelError, match=message):
         unpacked_bytes(tmp_path / "packed")
+
+
+def test_files_of_version_2_are_read(tmp_path):
+    """They name tensors in the metadata."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    model[0].weight.data = model[0].weight.data.bfloat16().float().relu()
+    state = model.state_dict()
+    code = torch.frombuffer(bytearray(pack_tensor(state["0.weight"].bfloat16())), dtype=torch.uint8)
+    sums = {name: zlib.crc32(value.numpy().tobytes()) for name, value in state.items() if name != "0.weight"}
+    stated = json.dumps({"version": 2, "sums": sums, "dtypes": {"0.weight": "float32"}})
+    save_file({**state, "0.weight": code}, tmp_path / "model.safetensors", {"format": "pt", "iobs_packed": stated})
+    again = iobs.load_packed(tmp_path, into=nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))).state_dict()
+    assert all(same_bits(again[name], value) for name, value in state.items())
+
+
+def test_headers_repeat_no_name(tmp_path):
+    tensors = {f"layers.{number}.norm.weight": torch.randn(4) for number in range(100)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    pack(tmp_path / "model.safetensors", tmp_path / "packed.safetensors", torch.bfloat16)
+    header = int.from_bytes((tmp_path / "packed.safetensors").read_bytes()[:8], "little")
+    assert header < 100 * 90  # dtype, shape and place of each tensor
+    assert dict(PackedFile(tmp_path / "packed.safetensors").read()).keys() == tensors.keys()
 
 
 def test_numbers_of_a_checkpoint_in_bfloat16_take_16_bits_and_come_back_in_32(tmp_path):

@@ -2,18 +2,21 @@
 
 A packed file is a safetensors file. Its tensors have the names of the dense ones: packed tensors (`packed_tensors`) are
 lists of uint8, the others are stored as they are. A float32 tensor whose numbers are all exact in bfloat16 or float16
-is stored so. The metadata tell the version, the check sums of tensors that are stored as they are, and the dtypes of
-those that are stored in another one. A directory has the files of the dense model otherwise; its config.json names the
-quantiser with which transformers reads it (`iobs.quantizer`).
+is stored so. The metadata tell the version, and of the tensors in the order of their names: a letter for the dtype that
+each has when it is dense, a capital if it is stored as it is; and the check sums of those that are. They repeat no
+name: small networks have short files. A directory has the files of the dense model otherwise; its config.json names
+the quantiser with which transformers reads it (`iobs.quantizer`).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +37,12 @@ from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_en
 from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"  # of files that are ready to run
-_VERSION, _READABLE = 2, (1, 2)  # version 1 has no code of exponents
+_VERSION = 3  # 1 has no code of exponents; 1 and 2 name the tensors in the metadata
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_LETTERS = dict(zip("abcdefghijklmno", DTYPES.values(), strict=True))  # new ones go to the end
+_LETTER_OF = {dtype: letter for letter, dtype in _LETTERS.items()}
 _HALVES = (torch.bfloat16, torch.float16)
+_SUM = struct.Struct("<I")
 _CONFIG, _QUANTIZATION = "config.json", "quantization_config"
 _QUANTIZER = {"quant_method": "iobs", "dequantize": True}
 
@@ -70,14 +76,16 @@ class PackedFile:
         try:
             stated = json.loads(self.metadata.pop(PACKED))
             version = stated["version"]
-            if version in _READABLE:
+            if version in (1, 2):
                 self._sums = {str(name): int(value) for name, value in stated["sums"].items()}
                 dtypes = {str(name): _DTYPES[value] for name, value in stated["dtypes"].items()}
-        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            elif version == _VERSION:
+                self._sums, dtypes = _read_stated(stated, sorted(self._stored))
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise ModelError(
                 f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote."
             ) from error
-        if version not in _READABLE:
+        if version not in range(1, _VERSION + 1):
             raise ModelError(f"{self.file} is a packed file of version {version}; install the iobs that wrote it.")
         if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:
             raise ModelError(f"{self.file} is damaged ({lost[0]!r} is not there); copy or pack it again.")
@@ -153,6 +161,34 @@ class PackedFile:
             raise ModelError(f"{self.file} is damaged ({error}); copy or pack it again.") from error
 
 
+def _stated(dtypes: Mapping[str, torch.dtype], sums: Mapping[str, int]) -> str:
+    """The metadata of a packed file.
+
+    Args:
+        dtypes: of all tensors, dense.
+        sums: of those that are stored as they are.
+    """
+    letters = {name: _LETTER_OF[dtype] for name, dtype in sorted(dtypes.items())}
+    tensors = "".join(letter.upper() if name in sums else letter for name, letter in letters.items())
+    numbers = b"".join(_SUM.pack(sums[name]) for name in sorted(sums))
+    stated = {"version": _VERSION, "tensors": tensors, "sums": base64.b85encode(numbers).decode("ascii")}
+    return json.dumps(stated, separators=(",", ":"))
+
+
+def _read_stated(stated: Mapping[str, str], names: Sequence[str]) -> tuple[dict[str, int], dict[str, torch.dtype]]:
+    """Sums and dtypes that `_stated` wrote; raises LookupError, ValueError or struct.error if there are none.
+
+    Args:
+        stated: the metadata.
+        names: of the tensors, in order.
+    """
+    letters = dict(zip(names, stated["tensors"], strict=True))
+    plain = [name for name, letter in letters.items() if letter.isupper()]
+    numbers = _SUM.iter_unpack(base64.b85decode(stated["sums"]))
+    sums = {name: number for name, (number,) in zip(plain, numbers, strict=True)}
+    return sums, {name: _LETTERS[letter.lower()] for name, letter in letters.items()}
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
@@ -220,15 +256,12 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
         raise ModelError(f"{shard} is packed already; unpack it first: iobs pack --unpack.")
     packed: dict[str, Entry] = {}
     plain: dict[str, Entry] = {}
-    dtypes: dict[str, str] = {}
     body = target.with_name(f"{target.name}.body")
     try:
         with body.open("wb") as written:
             for name in entries:
                 tensor = _mapped(shard, name)
                 data, stored = _shortest(tensor, name, dtype)
-                if stored.dtype is not tensor.dtype:
-                    dtypes[name] = str(tensor.dtype).removeprefix("torch.")
                 if data is None:
                     plain[name] = Entry(stored.dtype, tuple(stored.shape))
                 else:
@@ -237,7 +270,7 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
             # Wide elements first, packed tensors last: each then begins at a multiple of the size of its element.
             plain = dict(sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize))
             sums = {name: zlib.crc32(_bytes(_mapped(shard, name).to(entry.dtype))) for name, entry in plain.items()}
-            stated = json.dumps({"version": _VERSION, "sums": sums, "dtypes": dtypes})
+            stated = _stated({name: entry.dtype for name, entry in entries.items()}, sums)
         with ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated}) as writer:
             for name, entry in plain.items():
                 writer.put(name, _mapped(shard, name).to(entry.dtype))

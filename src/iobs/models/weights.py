@@ -103,7 +103,7 @@ class ShardWriter:
             }
             self.places[name] = offset
             offset += entry.bytes
-        text = json.dumps(header).encode("utf8")
+        text = json.dumps(header, separators=(",", ":")).encode("utf8")
         text += b" " * (-len(text) % 8)
         self.start, self.missing = 8 + len(text), set(entries)
         self.opened: BinaryIO = file.open("wb")
