@@ -217,6 +217,21 @@ def files_with_codes(path: str | Path) -> list[Path]:
     return packed
 
 
+def require_quantizer(directory: Path) -> None:
+    """Raise if transformers would take the packed weights of a directory for dense ones.
+
+    Raises:
+        ModelError: there are packed files, and config.json does not name their quantiser.
+    """
+    config = directory / _CONFIG
+    if not files_with_codes(directory):
+        return
+    stated = _settings(config).get(_QUANTIZATION)
+    if not isinstance(stated, dict) or stated.get("quant_method") != _QUANTIZER["quant_method"]:
+        missing = json.dumps({_QUANTIZATION: _QUANTIZER})[1:-1]
+        raise ModelError(f"{config} does not say that the weights beside it are packed; add {missing} to it.")
+
+
 def fill_from_files(module: nn.Module, files: Sequence[Path]) -> nn.Module:
     """Fill a module of the same architecture with the tensors of packed files, few at a time, in their floating dtypes.
 
