@@ -127,8 +127,10 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, groups, device=weight.device)
     for part in slices(weight.shape):
         padded = torch.nn.functional.pad(weight[part].to(dtype), (0, groups * grid.width(columns) - columns))
-        found, scales_of_part = _of_groups(padded.reshape(-1, grid.width(columns)), grid, part.start * groups, columns)
-        codes[part] = found.reshape(len(padded), -1)[:, :columns]
+        codes_of_part, scales_of_part = _of_groups(
+            padded.reshape(-1, grid.width(columns)), grid, part.start * groups, columns
+        )
+        codes[part] = codes_of_part.reshape(len(padded), -1)[:, :columns]
         scales[part] = scales_of_part.reshape(len(padded), groups)
     return codes, scales
 

@@ -143,8 +143,8 @@ class Integers:
 
         def common(columns: Tensor | slice, odd: Tensor | None = None) -> Tensor:
             """Greatest common divisors of columns, (columns,), after a division of the rows."""
-            found = (numbers(part)[:, columns] // (1 if odd is None else odd[part]) for part in slices(weight.shape))
-            return functools.reduce(torch.gcd, (_divisors(part, 0)[0] for part in found)).clamp(min=1)
+            divided = (numbers(part)[:, columns] // (1 if odd is None else odd[part]) for part in slices(weight.shape))
+            return functools.reduce(torch.gcd, (_divisors(part, 0)[0] for part in divided)).clamp(min=1)
 
         odd = torch.ones_like(by_row)[:, None]
         if bool(by_row.any()):
@@ -152,17 +152,17 @@ class Integers:
             of_rich = common(rich)
             # A row of few entries there may have more in common by chance.
             for part in slices(weight.shape):
-                found = numbers(part)
-                in_rich = _divisors(found[:, rich] // of_rich, 1).clamp(min=1)
-                odd[part] = torch.gcd(in_rich, _divisors(found, 1))
+                whole = numbers(part)
+                in_rich = _divisors(whole[:, rich] // of_rich, 1).clamp(min=1)
+                odd[part] = torch.gcd(in_rich, _divisors(whole, 1))
             odd = _short_divisors(odd)
         steps = _short_divisors(common(slice(None), odd))
         codes = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
         for part in slices(weight.shape):
-            found = numbers(part) // odd[part] // steps
-            if not bool((found.abs() < 2**15).all()):
+            whole = numbers(part) // odd[part] // steps
+            if not bool((whole.abs() < 2**15).all()):
                 return None
-            codes[part] = found
+            codes[part] = whole
         integers = cls(codes, torch.ldexp(steps.float(), by_column), torch.ldexp(odd[:, 0].float(), by_row))
         held = all(
             torch.equal(values, values.bfloat16().float())
@@ -203,11 +203,11 @@ class Classes:
 
         rows, columns = level(beside), level(spread) + _OFFSET
         grains = (1, 2, 4, 8, 16) if codes.numel() < _SMALL else (1,)
-        found = [
+        candidates = [
             cls(*(((part / grain).round().long() * grain).clamp_(min=LEAST_CLASS) for part in (rows, columns)))
             for grain in grains
         ]
-        return found[0] if len(found) == 1 else min(found, key=lambda classes: classes.bits(codes))
+        return candidates[0] if len(candidates) == 1 else min(candidates, key=lambda classes: classes.bits(codes))
 
     def bits(self, codes: Tensor) -> float:
         """Bits of the integers of a matrix, their tables and their classes."""
@@ -246,10 +246,10 @@ class Classes:
 
     def squares(self, codes: Tensor) -> Tensor:
         """Sums of the squares of the integers of each class, (classes,) float64."""
-        found = torch.zeros(self._count(), dtype=torch.float64)
+        sums = torch.zeros(self._count(), dtype=torch.float64)
         for part in slices(codes.shape):
-            found += torch.bincount(self._table(part).flatten(), codes[part].double().square().flatten(), len(found))
-        return found
+            sums += torch.bincount(self._table(part).flatten(), codes[part].double().square().flatten(), len(sums))
+        return sums
 
     def _shifted(self, codes: Tensor, part: slice, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Classes of the entries of some rows, and their integers without raw bits."""
@@ -303,11 +303,11 @@ def sides(*values: Tensor) -> bytes:
     Args:
         values: numbers of at most 8 significant bits.
     """
-    found = b""
+    planes = b""
     for each in values:
         half = each.to(torch.bfloat16).cpu().view(torch.uint8).reshape(-1, 2)
-        found += half[:, 1].numpy().tobytes() + half[:, 0].numpy().tobytes()  # bytes of like kind compress better
-    return zlib.compress(found, 9)
+        planes += half[:, 1].numpy().tobytes() + half[:, 0].numpy().tobytes()  # bytes of like kind compress better
+    return zlib.compress(planes, 9)
 
 
 def step_bits(dtype: torch.dtype) -> int:
@@ -333,7 +333,7 @@ def _ends(least: int, counts: Tensor) -> list[tuple[int, int] | None]:
         counts: (classes, integers).
     """
     places = [row.nonzero()[:, 0] for row in counts]
-    return [(least + int(found[0]), least + int(found[-1])) if len(found) else None for found in places]
+    return [(least + int(row[0]), least + int(row[-1])) if len(row) else None for row in places]
 
 
 def _whole(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,18 +388,18 @@ def _common(powers: Tensor) -> tuple[Tensor, Tensor]:
     return rows, _lowest(powers, rows)
 
 
-def _beside(powers: Tensor, others: Tensor, known: Tensor | None = None) -> Tensor:
+def _beside(powers: Tensor, others: Tensor, counted: Tensor | None = None) -> Tensor:
     """Powers of two (rows, columns) without those of columns (columns,), int64; `_UNKNOWN` where one is not known."""
     present = powers != _ABSENT
-    return torch.where(present if known is None else present & known, powers - others, _UNKNOWN)
+    return torch.where(present if counted is None else present & counted, powers - others, _UNKNOWN)
 
 
-def _most_frequent(powers: Tensor, others: Tensor, known: Tensor) -> Tensor:
+def _most_frequent(powers: Tensor, others: Tensor, counted: Tensor) -> Tensor:
     """The most frequent difference of each row of powers of two and those of columns, of known ones alone, (rows,)."""
     # Each unknown one differs from all others, so that none of them is frequent.
     apart = torch.arange(len(others), device=others.device)
-    found = (_beside(powers[part], others, known) for part in slices(powers.shape))
-    return torch.cat([torch.where(each == _UNKNOWN, each + apart, each).mode(1).values for each in found])
+    differences = (_beside(powers[part], others, counted) for part in slices(powers.shape))
+    return torch.cat([torch.where(each == _UNKNOWN, each + apart, each).mode(1).values for each in differences])
 
 
 def _rich(count: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class StoredMatrix:
     @property
     def bytes(self) -> int:
         """Bytes of all contents."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def quantised(self) -> bool:

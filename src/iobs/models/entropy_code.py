@@ -232,9 +232,9 @@ def _fitted(
         counts: how often the class has this integer and each one behind it.
         squares: sum of the squares of its integers, with raw bits.
     """
-    found = np.flatnonzero(counts)
-    low, top = least + int(found[0]), least + int(found[-1])
-    counts = counts[found[0] : found[-1] + 1]
+    places = np.flatnonzero(counts)
+    low, top = least + int(places[0]), least + int(places[-1])
+    counts = counts[places[0] : places[-1] + 1]
     middle = round(math.log2(max(math.sqrt(squares / int(counts.sum())), 2.0**-10)) * _OCTAVE)
 
     def lengths(places: list[tuple[int, int]]) -> list[float]:

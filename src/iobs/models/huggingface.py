@@ -259,17 +259,13 @@ def check_directory(directory: Path, allow_pickle: bool) -> list[Path]:
                 f"{directory} holds pickled weights ({pickled[0]}), which can run any code while they load. Convert "
                 "them to safetensors, or pass --allow-pickle if you trust their origin."
             )
-    for shard in shards:
-        _check_shard(shard)
+    for file in shards:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged or cut short ({error}); copy it again.") from error
     return shards
-
-
-def _check_shard(file: Path) -> None:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            opened.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged or cut short ({error}); copy it again.") from error
 
 
 def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remote_code: bool) -> Any:

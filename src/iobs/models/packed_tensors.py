@@ -69,8 +69,8 @@ def pack_code(tensor: Tensor) -> bytes | None:
     flat = tensor.flatten()
     parts = (flat[part] for part in slices(flat.shape))
     negative_zeros = any(bool((part == 0).logical_and(part.signbit()).any()) for part in parts)
-    found = None if negative_zeros else _coded(tensor)
-    return None if found is None else _whole(*found, tensor)
+    code = None if negative_zeros else _coded(tensor)
+    return None if code is None else _whole(*code, tensor)
 
 
 def shortest(code: bytes | None, tensor: Tensor) -> bytes | None:
@@ -79,8 +79,8 @@ def shortest(code: bytes | None, tensor: Tensor) -> bytes | None:
     # Values take a byte and more, unless there are many zeros.
     if _is_packable(tensor) and (code is None or len(code) > tensor.numel()):
         forms.insert(0, _whole(_VALUES, _values_body(tensor), tensor))
-    found = min(forms, key=len, default=None)
-    return found if found is not None and len(found) < tensor.nbytes else None
+    shorter = min(forms, key=len, default=None)
+    return shorter if shorter is not None and len(shorter) < tensor.nbytes else None
 
 
 def _is_packable(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from iobs.errors import ModelError
 from iobs.pruning.network.layers import library_class, same_tensors
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -34,7 +34,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ShardWriter:
         self.entries, self.places, offset = dict(entries), {}, 0
         for name, entry in entries.items():
             header[name] = {
-                "dtype": _NAMES[entry.dtype],
+                "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [offset, offset + entry.bytes],
             }
@@ -230,6 +230,6 @@ def _alone(tensor: Tensor, used: set[int]) -> Tensor:
             that of this tensor is added.
     """
     storage = tensor.untyped_storage()
-    whole = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in used
+    whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in used
     used.add(storage.data_ptr())
     return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)
