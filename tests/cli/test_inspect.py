@@ -145,7 +145,7 @@ def test_packed_directory_shows_its_bytes_part_by_part(run, tmp_path):
     (packed / "tokenizer.json").write_text("{}")
     found = json.loads(run("inspect", packed, "--json").stdout)["bytes"]
     assert found["weights"] == sum(found["parts"].values()) == (packed / "model.safetensors").stat().st_size
-    assert found["parts"]["dense"] == 4 * 64  # the bias of the layer: exponents of the norm's are coded
+    assert found["parts"]["dense"] == 4 * 64 + 2 * 2 * 64  # the bias of the layer, and the norm in bfloat16
     assert (found["tokenizer"], found["others"]) == (2, 0)
     assert "integers: " in run("inspect", packed).stdout
     with (packed / "model.safetensors").open("ab") as file:

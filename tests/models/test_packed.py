@@ -290,6 +290,7 @@ def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
         ({"version": 3, "tensors": "z", "sums": ""}, "no packed file"),
         ({"version": 3, "tensors": 1, "sums": ""}, "no packed file"),
         ({"version": 3, "tensors": "b", "sums": ""}, "'bias' is truncated or damaged"),
+        ({"version": 3, "tensors": "B", "sums": "", "joined": ""}, "no packed file"),
         (3, "no packed file"),
     ],
 )
@@ -315,13 +316,30 @@ def test_files_of_version_2_are_read(tmp_path):
     assert all(same_bits(again[name], value) for name, value in state.items())
 
 
-def test_headers_repeat_no_name(tmp_path):
+def test_small_tensors_that_are_stored_as_they_are_take_few_bytes_of_the_header(tmp_path):
+    torch.manual_seed(0)
     tensors = {f"layers.{number}.norm.weight": torch.randn(4) for number in range(100)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    pack(tmp_path / "model.safetensors", tmp_path / "packed.safetensors", torch.bfloat16)
-    header = int.from_bytes((tmp_path / "packed.safetensors").read_bytes()[:8], "little")
-    assert header < 100 * 90  # dtype, shape and place of each tensor
-    assert dict(PackedFile(tmp_path / "packed.safetensors").read()).keys() == tensors.keys()
+    tensors |= {"count": torch.tensor(3), "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False])}
+    tensors |= {"large": torch.randint(-(2**62), 2**62, (2**14,))}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    headers = []
+    for config in (False, True):  # transformers reads tensors by their names
+        if config:
+            (tmp_path / "model" / "config.json").write_text("{}")
+        file = iobs.save_packed(tmp_path / "model", tmp_path / f"packed{config}") / "model.safetensors"
+        headers.append(int.from_bytes(file.read_bytes()[:8], "little"))
+        again = dict(PackedFile(file).read())
+        assert again.keys() == tensors.keys()
+        assert all(
+            same_bits(again[name], value) and again[name].shape == value.shape for name, value in tensors.items()
+        )
+        assert (
+            sum(sum(parts.values()) for parts in PackedFile(file).parts().values())
+            == file.stat().st_size - 8 - headers[-1]
+        )
+    assert headers[0] < 100 * 10
+    assert headers[1] < 104 * 90  # dtype, shape, place and sum of each
 
 
 def test_numbers_of_a_checkpoint_in_bfloat16_take_16_bits_and_come_back_in_32(tmp_path):

@@ -73,14 +73,20 @@ def pack_code(tensor: Tensor) -> bytes | None:
     return None if code is None else _whole(*code, tensor)
 
 
-def shortest(code: bytes | None, tensor: Tensor) -> bytes | None:
-    """The shorter of the code of a tensor, if it has one, and its values; None if the tensor itself is as short."""
+def shortest(code: bytes | None, tensor: Tensor, beside: int = 0) -> bytes | None:
+    """The shorter of the code of a tensor, if it has one, and its values; None if the tensor itself is as short.
+
+    Args:
+        code: of the tensor.
+        tensor: as it would be stored.
+        beside: bytes that a packed tensor takes elsewhere.
+    """
     forms = [] if code is None else [code]
     # Values take a byte and more, unless there are many zeros.
     if _is_packable(tensor) and (code is None or len(code) > tensor.numel()):
         forms.insert(0, _whole(_VALUES, _values_body(tensor), tensor))
     shorter = min(forms, key=len, default=None)
-    return shorter if shorter is not None and len(shorter) < tensor.nbytes else None
+    return shorter if shorter is not None and len(shorter) + beside < tensor.nbytes else None
 
 
 def _is_packable(tensor: Tensor) -> bool:

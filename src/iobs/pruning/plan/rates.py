@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.core import exponents
+from iobs.core.files import ENTRY_BYTES, JOINED_BYTES, compressed_text
 from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
@@ -21,7 +22,7 @@ from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
-from iobs.pruning.network.layers import Layer, same_tensors
+from iobs.pruning.network.layers import Layer, library_class, same_tensors
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings, Rule
@@ -103,17 +104,25 @@ def rate_of(
     codes = {id(layer.stored(model)) for layer in (*coded, *own)}
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
     rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
+    joins = not isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel"))
+    joined: list[tuple[str, str, list[int]]] = []
     place = 0  # of the next tensor that is stored as it is: they come first in a file
     for names in same_tensors(state):
         name, tensor = names[0], state[names[0]]
         plain, is_code = tensor.numel() * _bits_per_entry(tensor), any(id(state[each]) in codes for each in names)
         kept = plain if is_code else min(plain, _dense_bits(tensor))
-        if is_code or kept + 8 * (_HEAD + 4 * tensor.ndim) < plain:
+        joinable = joins and plain <= 8 * JOINED_BYTES
+        if is_code or kept + 8 * (_HEAD + 4 * tensor.ndim + (ENTRY_BYTES if joinable else 0)) < plain:
             header = _header_bytes(name, "U8", [math.ceil(kept / 8)], math.ceil(bits / 8))
             rest += kept + 8 * (_HEAD + 4 * tensor.ndim + header)
+        elif joinable:
+            rest += plain + 8
+            joined.append((name, "d", list(tensor.shape)))
         else:
-            rest += kept + 8 * (_header_bytes(name, "BF16", tensor.shape, place) + _SUM_LETTERS)
+            rest += plain + 8 * (_header_bytes(name, "BF16", tensor.shape, place) + _SUM_LETTERS)
             place += plain // 8
+    if joined:
+        rest += 8 * (_header_bytes("iobs:joined", "U8", [place], place) + _SUM_LETTERS + len(compressed_text(joined)))
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in own.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     if bits < least:
