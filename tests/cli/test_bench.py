@@ -87,7 +87,7 @@ def test_repetition_times_a_language_model(stored, monkeypatch):
     loaded = models.load(EMBEDDED)
     if stored:
         replace_layers(loaded.module, dict(stored_matrices(loaded.module, "int8")))
-    timing = repetition(loaded, workload(EMBEDDED), stored)()
+    timing = repetition(loaded, workload(EMBEDDED), stored).run()
     assert timing.speed > 0
     assert timing.prompt_speed > 0
     assert bool(steps) is (stored and cpu.level() != "none")
@@ -120,10 +120,10 @@ def test_repetition_times_pictures_of_a_known_shape():
             return super().forward(given)
 
     loaded = LoadedModel(Network(3, 4, 1), None, "net", "other", None, lambda *_: None)
-    assert repetition(loaded, workload("net", shape=(3, 8, 9)), False)().prompt_speed is None
+    assert repetition(loaded, workload("net", shape=(3, 8, 9)), False).run().prompt_speed is None
     assert calls == [(1, 3, 8, 9)] * 5
     loaded.module.default_cfg = {"input_size": (3, 2, 2)}
-    repetition(loaded, workload("net"), False)()
+    repetition(loaded, workload("net"), False).run()
     assert calls[-1] == (1, 3, 2, 2)
     del loaded.module.default_cfg
     with pytest.raises(ModelError, match="--shape"):

@@ -139,13 +139,13 @@ def test_inspect_checks_a_pattern_without_the_weights_in_memory(run, tmp_path, m
 def test_packed_directory_shows_its_bytes_part_by_part(run, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
-    codes = (torch.randn(64, 64) * 3).round().to(torch.int32)
+    codes = (torch.randn(64, 64) * 3).round().to(torch.int16)
     model[0].weight.data = Integers(codes, torch.full((64,), 0.75), torch.ones(64)).weight(torch.float32)
     packed = iobs.save_packed(model, tmp_path / "packed")
     (packed / "tokenizer.json").write_text("{}")
     found = json.loads(run("inspect", packed, "--json").stdout)["bytes"]
     assert found["weights"] == sum(found["parts"].values()) == (packed / "model.safetensors").stat().st_size
-    assert found["parts"]["dense"] == 4 * 64  # the bias of the layer: exponents of the norm's are coded
+    assert found["parts"]["dense"] == 4 * 64 + 2 * 2 * 64  # the bias of the layer, and the norm in bfloat16
     assert (found["tokenizer"], found["others"]) == (2, 0)
     assert "integers: " in run("inspect", packed).stdout
     with (packed / "model.safetensors").open("ab") as file:

@@ -16,7 +16,7 @@ def made(rows, columns, dtype, spread=3.0, seed=0):
     factors = short(torch.exp(torch.randn(rows, generator=generator)), min(bits, 3))
     spreads = spread * torch.exp(torch.randn(columns, generator=generator))
     codes = (torch.randn(rows, columns, generator=generator) * spreads).round()
-    return Integers(codes.to(dtype).to(torch.int32), steps, factors)
+    return Integers(codes.to(dtype).to(torch.int16), steps, factors)
 
 
 @pytest.mark.parametrize("spread", [0.2, 3.0, 100.0])
@@ -66,7 +66,7 @@ def test_float8_has_no_integers():
 @pytest.mark.parametrize(("seed", "spread"), [(0, 200.0), (2, 20.0)])
 def test_small_matrices_are_read_back_in_as_few_bits(seed, spread):
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(64, 64, generator=generator) * spread).round().int()
+    codes = (torch.randn(64, 64, generator=generator) * spread).round().to(torch.int16)
     steps, factors = (short(torch.rand(64, generator=generator) + 0.5, bits) for bits in (8, 3))
     written = Integers(codes, steps, factors)
     assert Integers.of(written.weight(torch.float32)).bits() <= 1.001 * written.bits()
@@ -74,7 +74,11 @@ def test_small_matrices_are_read_back_in_as_few_bits(seed, spread):
 
 def test_factors_of_rows_are_read_back_where_columns_have_few_entries():
     generator = torch.Generator().manual_seed(0)
-    codes = (torch.randn(16, 64, generator=generator) * torch.exp2(torch.randn(64, generator=generator))).round().int()
+    codes = (
+        (torch.randn(16, 64, generator=generator) * torch.exp2(torch.randn(64, generator=generator)))
+        .round()
+        .to(torch.int16)
+    )
     factors = short(torch.exp2(torch.randn(16, generator=generator)), 3)
     written = Integers(codes, short(torch.rand(64, generator=generator) + 0.5, 8), factors)
     assert Integers.of(written.weight(torch.float32)).bits() <= 1.05 * written.bits()

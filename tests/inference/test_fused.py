@@ -355,7 +355,7 @@ def test_bench_counts_the_step_of_a_text_that_is_longer_than_the_window(monkeypa
     begun, begin = [], FusedForward._begin
     monkeypatch.setattr(FusedForward, "_begin", lambda *given: begun.append(begin(*given)) or begun[-1])
     measured = repetition(loaded, work, stored=True)
-    measured()
+    measured.run()
     assert [one.decoder.own_bytes for one in begun] == [measured.own_bytes]
     assert repetition(loaded, replace(work, prompt=12), stored=True).own_bytes == 0
 

@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import zlib
 from types import SimpleNamespace
@@ -257,7 +260,7 @@ def test_complex_tensors_are_named(tmp_path):
 def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
     def coded(seed):
         generator = torch.Generator().manual_seed(seed)
-        codes = (torch.randn(96, 64, generator=generator) * 3).round().to(torch.int32)
+        codes = (torch.randn(96, 64, generator=generator) * 3).round().to(torch.int16)
         steps = (torch.randint(128, 256, (64,), generator=generator) / 256).float()
         return Integers(codes, steps, torch.ones(96)).weight(torch.float32)
 
@@ -281,6 +284,13 @@ def test_stacked_experts_and_projections_have_a_code_for_each_matrix(tmp_path):
         ({"version": 1, "sums": {}, "dtypes": {"bias": "nn"}}, "no packed file"),
         ({"version": 1, "sums": {"weight": 1}, "dtypes": {}}, "is not there"),
         ({"version": 1, "sums": {}, "dtypes": {}}, "'bias' is truncated or damaged"),
+        ({"version": 3, "tensors": "bb", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "B", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "B", "sums": '"'}, "no packed file"),
+        ({"version": 3, "tensors": "z", "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": 1, "sums": ""}, "no packed file"),
+        ({"version": 3, "tensors": "b", "sums": ""}, "'bias' is truncated or damaged"),
+        ({"version": 3, "tensors": "B", "sums": "", "joined": ""}, "no packed file"),
         (3, "no packed file"),
     ],
 )
@@ -290,6 +300,46 @@ def test_damaged_metadata_is_one_clear_error(stated, message, tmp_path):
     save_file({"bias": torch.ones(3)}, tmp_path / "packed" / "model.safetensors", metadata)
     with pytest.raises(ModelError, match=message):
         unpacked_bytes(tmp_path / "packed")
+
+
+def test_files_of_version_2_are_read(tmp_path):
+    """They name tensors in the metadata."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    model[0].weight.data = model[0].weight.data.bfloat16().float().relu()
+    state = model.state_dict()
+    code = torch.frombuffer(bytearray(pack_tensor(state["0.weight"].bfloat16())), dtype=torch.uint8)
+    sums = {name: zlib.crc32(value.numpy().tobytes()) for name, value in state.items() if name != "0.weight"}
+    stated = json.dumps({"version": 2, "sums": sums, "dtypes": {"0.weight": "float32"}})
+    save_file({**state, "0.weight": code}, tmp_path / "model.safetensors", {"format": "pt", "iobs_packed": stated})
+    again = iobs.load_packed(tmp_path, into=nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))).state_dict()
+    assert all(same_bits(again[name], value) for name, value in state.items())
+
+
+def test_small_tensors_that_are_stored_as_they_are_take_few_bytes_of_the_header(tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"layers.{number}.norm.weight": torch.randn(4) for number in range(100)}
+    tensors |= {"count": torch.tensor(3), "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False])}
+    tensors |= {"large": torch.randint(-(2**62), 2**62, (2**14,))}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    headers = []
+    for config in (False, True):  # transformers reads tensors by their names
+        if config:
+            (tmp_path / "model" / "config.json").write_text("{}")
+        file = iobs.save_packed(tmp_path / "model", tmp_path / f"packed{config}") / "model.safetensors"
+        headers.append(int.from_bytes(file.read_bytes()[:8], "little"))
+        again = dict(PackedFile(file).read())
+        assert again.keys() == tensors.keys()
+        assert all(
+            same_bits(again[name], value) and again[name].shape == value.shape for name, value in tensors.items()
+        )
+        assert (
+            sum(sum(parts.values()) for parts in PackedFile(file).parts().values())
+            == file.stat().st_size - 8 - headers[-1]
+        )
+    assert headers[0] < 100 * 10
+    assert headers[1] < 104 * 90  # dtype, shape, place and sum of each
 
 
 def test_numbers_of_a_checkpoint_in_bfloat16_take_16_bits_and_come_back_in_32(tmp_path):
@@ -304,7 +354,7 @@ def test_numbers_of_a_checkpoint_in_bfloat16_take_16_bits_and_come_back_in_32(tm
 
 def test_the_rest_is_rounded_on_demand(tmp_path):
     torch.manual_seed(0)
-    codes = (torch.randn(64, 64) * 3).round().to(torch.int32)
+    codes = (torch.randn(64, 64) * 3).round().to(torch.int16)
     model = nn.Linear(64, 64)
     model.weight.data = Integers(codes, torch.full((64,), 0.75), torch.ones(64)).weight(torch.float32)
     iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
@@ -337,6 +387,48 @@ def test_a_matrix_of_zeros_takes_no_bit_for_each_entry(tmp_path):
     file = iobs.save_packed(layer, tmp_path / "packed") / "model.safetensors"
     assert file.stat().st_size < layer.bias.nbytes + 1024
     assert torch.equal(iobs.load_packed(tmp_path / "packed", into=nn.Linear(512, 256)).weight, layer.weight)
+
+
+PEAK = """
+import sys, threading, time
+import torch
+from safetensors.torch import save_file
+import iobs
+from iobs.core.memory import resident
+
+torch.set_num_threads(1)
+folder, matrix = sys.argv[1], torch.randn(3072, 2048).bfloat16()
+save_file({"weight": torch.eye(64)}, f"{folder}/small/model.safetensors")
+save_file({"weight": eval(sys.argv[2])}, f"{folder}/large/model.safetensors")
+size, running = matrix.nbytes, True
+del matrix
+iobs.save_packed(f"{folder}/small", f"{folder}/first")  # what stays in memory
+before = peak = resident()
+
+def watch():
+    global peak
+    while running:
+        peak = max(peak, resident())
+        time.sleep(0.0005)
+
+thread = threading.Thread(target=watch)
+thread.start()
+iobs.save_packed(f"{folder}/large", f"{folder}/second")
+running = False
+thread.join()
+print((peak - before) / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the memory that no file backs")
+@pytest.mark.parametrize("weight", ["matrix", "matrix.relu()", "(matrix * 3).round() / 64"])
+def test_packing_takes_little_more_memory_than_the_matrix(weight, tmp_path):
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+    each_is_given_back = dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+    run = [sys.executable, "-c", PEAK, str(tmp_path), weight]
+    found = subprocess.run(run, capture_output=True, text=True, check=True, env=each_is_given_back)
+    assert float(found.stdout) < 3
 
 
 def test_a_share_is_of_the_dense_bytes_also_where_the_source_is_packed(tmp_path):

@@ -1,5 +1,7 @@
 """transformers reads packed directories after `import iobs`, and iobs does not load transformers for that."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -16,7 +18,7 @@ from iobs.models import packed_files
 
 def integers(shape, seed):
     generator = torch.Generator().manual_seed(seed)
-    codes = (torch.randn(shape, generator=generator) * 3).round().to(torch.int32)
+    codes = (torch.randn(shape, generator=generator) * 3).round().to(torch.int16)
     return Integers(codes, torch.full((shape[1],), 0.01171875), torch.ones(shape[0])).weight(torch.float32)
 
 
@@ -54,6 +56,17 @@ def test_from_pretrained_reads_a_packed_directory(llama, settings, tmp_path):
     again.save_pretrained(tmp_path / "dense")  # a dense model as any other
     assert load_file(tmp_path / "dense" / "model.safetensors")["model.norm.weight"].dtype is again.dtype
     assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "dense"), "quantization_config")
+
+
+def test_a_configuration_that_does_not_name_the_quantiser_is_one_clear_error(llama, tmp_path):
+    packed = shutil.copytree(llama[1], tmp_path / "packed")
+    settings = json.loads((packed / "config.json").read_text())
+    stated = settings.pop("quantization_config")
+    (packed / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match='add "quantization_config": '):
+        iobs.load_packed(packed)
+    (packed / "config.json").write_text(json.dumps({**settings, "quantization_config": stated}))
+    assert torch.equal(iobs.load_packed(packed).lm_head.weight, llama[0].lm_head.weight)
 
 
 def test_offloaded_weights_are_decoded_the_tied_head_too(llama, tmp_path):

@@ -68,19 +68,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Repetition:
-    """The work that is measured; a call does it once.
+    """The work that is measured.
 
     Attributes:
-        run: generates a text, or computes images one by one.
+        run: generates a text, or computes images one by one, and returns the speed.
         own_bytes: bytes that it keeps beside the tensors of the model.
     """
 
     run: Callable[[], Timing]
     own_bytes: int = 0
-
-    def __call__(self) -> Timing:
-        """Do the workload, and return its speed."""
-        return self.run()
 
 
 @dataclass(frozen=True)
@@ -199,13 +195,13 @@ def _prepare(workload: Workload, model: str, form: str) -> tuple[str, dict[str, 
             fill_zeros(loaded.module)
         accelerate(loaded.module, example, precision=workload.precision, threads=workload.threads)
     repeat = repetition(loaded, workload, form not in DENSE)
-    repeat()
+    repeat.run()
     if workload.threads is None:
-        fastest_threads(repeat)
+        fastest_threads(repeat.run)
     give_back()  # memory of the dense layers that are gone
     if _HIGH_WATER.exists():
         _HIGH_WATER.write_text("5", encoding="ascii")
-    _prepared.append(repeat)
+    _prepared.append(repeat.run)
     held = {**bytes_held(loaded.module), "copies": repeat.own_bytes}
     names = {"stored": f"iobs {workload.precision}", "filled": f"dense {workload.precision}"}
     return names.get(form, f"dense {form}"), held

@@ -112,7 +112,7 @@ def compare(
         raise typer.BadParameter("none of these methods takes N:M; give sparsities", param_hint="--patterns")
     if output is not None:
         make_folder(output)
-    loaded = load_model(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_model(model, loading)
     selection = select(loaded.module, None, ignore)
     for pattern in parsed.values():
         require_fit(selection.layers, pattern)

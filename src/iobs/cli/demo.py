@@ -170,13 +170,13 @@ def _faster(folder: Path) -> str:
     loaded = models.load(folder)
     workload = Workload(str(folder), tokens=64, prompt=32, shape=None, precision="int8", threads=None)
     size, repeat = models.size_in_bytes(loaded.module), repetition(loaded, workload, stored=False)
-    before = max(repeat().speed for _ in range(2))
+    before = max(repeat.run().speed for _ in range(2))
     with tempfile.TemporaryDirectory() as temporary:
         packed = Path(temporary) / "packed"
         save_packed(folder, packed, precision=workload.precision)
         share = packed_share(folder, packed)
         repeat = repetition(open_packed(packed), workload, stored=True)
-        after = max(repeat().speed for _ in range(3))
+        after = max(repeat.run().speed for _ in range(3))
     return (
         f"Packed as int8: {size / 1e6:.1f} -> {share * size / 1e6:.1f} MB, {before:,.0f} -> {after:,.0f} tokens/s "
         "(iobs pack, iobs run)."

@@ -64,7 +64,7 @@ def evaluate(
     question_set = read_questions(questions, each=limit) if questions else None
     if task_names:
         check_tasks(task_names)
-    loaded = load_to_run(model, loading.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_to_run(model, loading)
     if task_names or question_set:
         tokenizer = loaded.require_tokenizer()
         if question_set:
@@ -98,9 +98,9 @@ def evaluate(
 
 
 def _by_subject(model: str, shares: dict[str, float]) -> Table:
-    table = Table(title=f"Right answers of {model}; chance is 25 %", title_justify="left", header_style="bold")
-    table.add_column("subject")
-    table.add_column("right", justify="right")
+    from iobs.report.tables import titled_table
+
+    table = titled_table(f"Right answers of {model}; chance is 25 %", ["subject"], ["right"])
     for subject, share in shares.items():
         table.add_row(subject, f"{share:.1%}")
     return table

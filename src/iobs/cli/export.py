@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +72,7 @@ def export(
     from iobs.exports import export, require_packages
 
     require_packages(to)
-    loaded = load_model(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_model(model, replace(loading, device="cpu"))
     console.say(f"Writing {to}. For a large model this takes minutes.")
     with ConsoleSteps(f"writing {to}"):
         example = None if sizes is None else zeros(1, *sizes)

@@ -64,7 +64,7 @@ def prune_in_memory(
     run_options, request = settings.options, None
     output, checkpoint = place.output, place.checkpoint
     device = checked_device(loading.device)
-    loaded = load_model(model, run_options.dtype, device, loading.allow_pickle, loading.trust_remote_code, moved=False)
+    loaded = load_model(model, replace(loading, dtype=run_options.dtype), moved=False)
     pattern = run_options.pattern
     if isinstance(pattern, Structured) and pattern.uniform is False and not is_built_by_code(model or ""):
         loaded = _with_unequal_widths(loaded)

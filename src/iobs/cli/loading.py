@@ -8,6 +8,7 @@ from torch import nn
 
 from iobs import models
 from iobs.cli import console
+from iobs.cli.options import Loading
 from iobs.cli.run_file import RunOptions
 from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
 from iobs.errors import first_line
@@ -19,14 +20,7 @@ from iobs.pruning.samples.subsets import Samples
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(
-    spec: str | None,
-    dtype: str | None,
-    device: str | None,
-    allow_pickle: bool,
-    trust_remote_code: bool,
-    moved: bool = True,
-) -> LoadedModel:
+def load_model(spec: str | None, loading: Loading, moved: bool = True) -> LoadedModel:
     """Load MODEL with the options of a command; with `moved` False it stays in main memory.
 
     Raises:
@@ -35,17 +29,15 @@ def load_model(
     """
     return models.load(
         spec,
-        dtype=checked_dtype(dtype),
-        device=checked_device(device),
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
+        dtype=checked_dtype(loading.dtype),
+        device=checked_device(loading.device),
+        allow_pickle=loading.allow_pickle,
+        trust_remote_code=loading.trust_remote_code,
         moved=moved,
     )
 
 
-def load_to_run(
-    spec: str | None, dtype: str | None, device: str | None, allow_pickle: bool, trust_remote_code: bool
-) -> LoadedModel:
+def load_to_run(spec: str | None, loading: Loading) -> LoadedModel:
     """Load MODEL as `load_model` does, or a packed directory; it is not pruned or written.
 
     Raises:
@@ -53,13 +45,10 @@ def load_to_run(
         ModelError: the model cannot be loaded.
     """
     if spec is None or not is_packed(spec):
-        return load_model(spec, dtype, device, allow_pickle, trust_remote_code)
-    return open_packed(
-        spec,
-        dtype=checked_dtype(dtype),
-        device="cpu" if device is None else checked_device(device),
-        trust_remote_code=trust_remote_code,
-    )
+        return load_model(spec, loading)
+    device = "cpu" if loading.device is None else checked_device(loading.device)
+    dtype = checked_dtype(loading.dtype)
+    return open_packed(spec, dtype=dtype, device=device, trust_remote_code=loading.trust_remote_code)
 
 
 def checked_precision(precision: str | None, spec: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Annotated, Any
 
@@ -50,7 +51,7 @@ def run(
     loading.require_cpu("stored matrices compute on the CPU only")
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded = load_to_run(model, loading.dtype, "cpu", loading.allow_pickle, loading.trust_remote_code)
+    loaded = load_to_run(model, replace(loading, device="cpu"))
     if loaded.task != "causal-lm":
         raise ModelError(f"{model} is no causal language model; iobs.accelerate speeds up other networks in Python.")
     tokenizer: Any = loaded.require_tokenizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 import typer
@@ -69,7 +70,7 @@ def prune_vocabulary(
             raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
         loaded = open_without_weights(model)
     else:
-        loaded = load_model(model, run.dtype, loading.device, loading.allow_pickle, loading.trust_remote_code)
+        loaded = load_model(model, replace(loading, dtype=run.dtype))
     loaded.require_tokenizer()
     name, corpus = _corpus([*run.data], loaded)
     heldout = None if not eval_data else _documents(eval_data, loaded)

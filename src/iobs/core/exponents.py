@@ -7,15 +7,18 @@ Trained weights have few magnitudes: an exponent of 8 bits needs about 2.7, so b
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from iobs.core.slices import slices
+
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of a dtype, by its bytes
 _LEVEL, _WINDOW, _MEMORY = 6, 15, 9  # zlib's
-_PART = 2**16  # numbers that are turned at once
+_PART = 2**16  # numbers that are turned at once: they stay in the cache
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -23,10 +26,10 @@ def words_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(WORDS[tensor.element_size()])
 
 
-def huffman(data: bytes | memoryview) -> bytes:
-    """Bytes by a Huffman code, which `zlib.decompress` reads."""
+def huffman(parts: Iterable[bytes | memoryview]) -> bytes:
+    """Bytes, in parts that follow each other, by a Huffman code, which `zlib.decompress` reads."""
     code = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW, _MEMORY, zlib.Z_HUFFMAN_ONLY)
-    return code.compress(data) + code.flush()
+    return b"".join([*map(code.compress, parts), code.flush()])
 
 
 def inflated(code: bytes | memoryview, most: int) -> bytes:
@@ -47,18 +50,26 @@ def inflated(code: bytes | memoryview, most: int) -> bytes:
     return data
 
 
-def encode(words: Tensor) -> tuple[bytes, bytes]:
+def encode(words: Tensor, masked: bool = False) -> tuple[bytes, memoryview]:
     """The code of the exponents of some numbers, and all other bits.
 
     Args:
         words: (numbers,) of `words_of`, on the processor.
+        masked: leave out the words that are 0.
     """
     size, numbers = words.element_size(), words.numpy().view(f"u{words.element_size()}")
-    last, rest = np.empty(len(numbers), np.uint8), np.empty((len(numbers), size - 1), np.uint8)
-    for part in _parts(len(numbers)):
-        rows = _turned(numbers[part], 1).view(np.uint8).reshape(-1, size)
-        last[part], rest[part] = rows[:, -1], rows[:, :-1]
-    return huffman(last.data), rest.tobytes()
+    rest = np.empty((int(words.count_nonzero()) if masked else len(numbers), size - 1), np.uint8)
+
+    def last_bytes() -> Iterator[bytes]:
+        stop = 0
+        for part in slices(numbers.shape, _PART):
+            kept = numbers[part][numbers[part] != 0] if masked else numbers[part]
+            rows = _turned(kept, 1).view(np.uint8).reshape(-1, size)
+            start, stop = stop, stop + len(rows)
+            rest[start:stop] = rows[:, :-1]
+            yield rows[:, -1].tobytes()
+
+    return huffman(last_bytes()), rest.reshape(-1).data
 
 
 def decode(code: bytes | memoryview, rest: bytes | memoryview, count: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +83,7 @@ def decode(code: bytes | memoryview, rest: bytes | memoryview, count: int, dtype
     last = np.frombuffer(inflated(code, count), np.uint8).reshape(count)
     others = np.frombuffer(rest, np.uint8).reshape(count, size - 1)
     words = np.empty(count, f"u{size}")
-    for part in _parts(count):
+    for part in slices(last.shape, _PART):
         rows = np.empty((len(last[part]), size), np.uint8)
         rows[:, -1], rows[:, :-1] = last[part], others[part]
         words[part] = _turned(rows.reshape(-1).view(f"<u{size}"), 8 * size - 1)
@@ -82,11 +93,6 @@ def decode(code: bytes | memoryview, rest: bytes | memoryview, count: int, dtype
 def bits(tensor: Tensor) -> int:
     """Bits of a floating tensor in this form."""
     return 8 * sum(map(len, encode(words_of(tensor.detach().cpu()))))
-
-
-def _parts(count: int) -> list[slice]:
-    """Parts of a list that stay in the cache."""
-    return [slice(start, start + _PART) for start in range(0, count, _PART)]
 
 
 def _turned(words: NDArray[np.generic], places: int) -> NDArray[np.generic]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from iobs.errors import ModelError, OutputError
 
@@ -20,6 +23,26 @@ def expanded(path: str | Path) -> Path:
 
 
 PACKED = "iobs_packed"  # key in the metadata of packed safetensors files
+JOINED_BYTES = 2**16  # most bytes of a tensor that a packed file joins with others, where nobody reads it by its name
+
+ENTRY_BYTES = 90  # of a tensor of its own in the header of a file, about
+
+
+def compressed_text(value: object) -> str:
+    """Lists of names and numbers as a short text, of signs that JSON leaves as they are."""
+    return base64.b85encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode("utf8"), 9)).decode("ascii")
+
+
+def from_compressed_text(text: str) -> Any:
+    """The value of `compressed_text`.
+
+    Raises:
+        ValueError: the text is damaged.
+    """
+    try:
+        return json.loads(zlib.decompress(base64.b85decode(text)))
+    except zlib.error as error:
+        raise ValueError("a list of names is damaged") from error
 
 
 def packed_hint(directory: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from iobs.core.patterns import NM, Grid, Pattern, Rate, SparseGrid, Unstructured
+from iobs.core.slices import is_exact, slices
 from iobs.errors import PatternError
 
 SCALE_BITS = 16
@@ -121,20 +122,40 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     if rows > _FEW_ROWS:
         codes_and_scales(weight[:_FEW_ROWS], grid)
-    weight = _narrowed(weight)
-    groups = grid.scales(columns)
-    width = grid.width(columns)
-    padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
-    table = padded.reshape(rows * groups, width)
+    dtype, groups = _narrowest(weight), grid.scales(columns)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, groups, device=weight.device)
+    for part in slices(weight.shape):
+        padded = torch.nn.functional.pad(weight[part].to(dtype), (0, groups * grid.width(columns) - columns))
+        codes_of_part, scales_of_part = _of_groups(
+            padded.reshape(-1, grid.width(columns)), grid, part.start * groups, columns
+        )
+        codes[part] = codes_of_part.reshape(len(padded), -1)[:, :columns]
+        scales[part] = scales_of_part.reshape(len(padded), groups)
+    return codes, scales
+
+
+def _of_groups(table: Tensor, grid: Grid, before: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes, (groups, width) int8, and scales, (groups,) float32, of groups of weights.
+
+    Args:
+        table: (groups, width).
+        grid: the grid.
+        before: number of groups of the matrix before these.
+        columns: of the matrix.
+
+    Raises:
+        PatternError: as `codes_and_scales`.
+    """
     codes = torch.zeros_like(table, dtype=torch.int8)
-    scales = torch.ones(len(table), device=weight.device)
+    scales = torch.ones(len(table), device=table.device)
     remaining = table.any(1).nonzero()[:, 0]
-    halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not weight.dtype)
-    ways = [(half, shift) for half in halves for shift in _shifts(half, weight.dtype)]
+    halves = sorted((torch.float16, torch.bfloat16), key=lambda half: half is not table.dtype)
+    ways = [(half, shift) for half in halves for shift in _shifts(half, table.dtype)]
     # The first group says for all levels at once whether it is on the grid.
-    levels = torch.arange(grid.levels, 0, -1, device=weight.device)[:, None]
+    levels = torch.arange(grid.levels, 0, -1, device=table.device)[:, None]
     if len(remaining) and not any(bool(_divided(table[remaining[:1]], levels, *way, grid)[2].any()) for way in ways):
-        raise _off_grid(int(remaining[0]), grid, columns)
+        raise _off_grid(before + int(remaining[0]), grid, columns)
     for level, (half, shift) in itertools.product(range(grid.levels, 0, -1), ways):
         if not len(remaining):
             break
@@ -143,8 +164,8 @@ def codes_and_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         codes[done], scales[done] = quotients[exact].to(torch.int8), scale[exact, 0].float()
         remaining = remaining[~exact]
     if len(remaining):
-        raise _off_grid(int(remaining[0]), grid, columns)
-    return codes.reshape(rows, -1)[:, :columns].contiguous(), scales.reshape(rows, groups)
+        raise _off_grid(before + int(remaining[0]), grid, columns)
+    return codes, scales
 
 
 def _divided(
@@ -176,10 +197,10 @@ def _off_grid(place: int, grid: Grid, columns: int) -> PatternError:
     return PatternError(f"The weights of row {row}, columns {first} to {last}, are not on the grid {grid}.")
 
 
-def _narrowed(weight: Tensor) -> Tensor:
-    """The weights in the dtype of the fewest significant bits that holds them."""
-    narrow = (weight.to(half) for half in (torch.bfloat16, torch.float16) if weight.dtype.itemsize > 2)
-    return next((candidate for candidate in narrow if torch.equal(candidate.to(weight.dtype), weight)), weight)
+def _narrowest(weight: Tensor) -> torch.dtype:
+    """The dtype of the fewest significant bits that holds all weights."""
+    halves = (torch.bfloat16, torch.float16) if weight.dtype.itemsize > 2 else ()
+    return next((half for half in halves if is_exact(weight, half)), weight.dtype)
 
 
 def _shifts(half: torch.dtype, dtype: torch.dtype) -> list[int]:

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 import zlib
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from iobs.core.slices import slices
+
 STEP_BITS, FACTOR_BITS = 8, 3  # significant bits in float32
 LEAST_CLASS = -127  # of rows and columns; of columns and rows of zeros, too
 _LEVELS = 4  # classes for each octave of the spread
 _RAW = 3  # of an integer of spread 2^(_RAW + n) the last n bits are coded as they are: they are nearly uniform
+_ABSENT = 2**14  # in place of the power of two of a zero, larger than those of other numbers
+_UNKNOWN = 2**20  # in place of a difference of two powers
 _SEEN = 32  # columns that tell whether a matrix may have integers
 _RICH = 24  # nonzero entries of a column from which their common divisor is surely that of its step
 _LEAST_RICH = 16  # columns, the fullest ones, that count as such in matrices of few entries
@@ -30,13 +35,13 @@ _TOLD = 128  # columns that tell the factors of rows
 _SURE = 12  # entries of a row in them from which one is odd
 _WIDEST = 62 - 24  # octaves between whole numbers of 24 bits
 _OFFSET = 4 * _LEVELS  # class 0 holds spreads up to 1/16
-_PART = 2**18  # entries of a matrix that are read at once
 _SMALL = 2**17  # entries of a matrix below which fewer classes are tried
-# Bits of a file beside the entropy, fitted to 170 matrices of a transformer and of a convolutional network: of a class,
-# of an integer in it that a table of two numbers does not meet exactly, of each of the states of the code, and once; of
-# classes of rows and columns for each bit of their entropy; of a step at most.
-_TABLE_BITS, _MISFIT_BITS, _STATE_BITS, _HEAD_BITS, _SIDE = 60, 2.0, 21, 564, 1.2
-_STEP_BITS = 11
+# Bits of a file beside the entropy: of a table and of an integer in it, which do not meet the frequencies exactly, and
+# of each of the states of the code, fitted to 80 matrices of a convolutional network and of random numbers; of the head
+# and the sums.
+_TABLE_BITS, _MISFIT_BITS, _STATE_BITS, _HEAD_BITS = 16, 0.9, 25, 256
+_STEP_BITS, _ONCE_BITS = 11, 1524  # at most: of a step; of the head, the tables and the classes of a small matrix
+TABLE = struct.Struct("<BbB2h")  # of a class in a file: its number, two numbers of its form, its ends without raw bits
 MOST_STATES, _STATE_ENTRIES = 32, 4096  # of the code of a matrix; entries for each
 
 
@@ -45,7 +50,7 @@ class Integers:
     """A matrix as whole numbers times steps.
 
     Attributes:
-        codes: (rows, columns) int32.
+        codes: (rows, columns) int16.
         steps: (columns,) float32, positive.
         factors: (rows,) float32, positive.
     """
@@ -56,11 +61,15 @@ class Integers:
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The matrix (rows, columns): each entry is one product in float32 or wider."""
-        wide = torch.promote_types(dtype, torch.float32)
         dense = torch.empty(self.codes.shape, dtype=dtype, device=self.codes.device)
-        for part in _parts(self.codes):
-            dense[part] = self.codes[part].to(wide) * (self.factors[part, None] * self.steps).to(wide)
+        self.write(dense)
         return dense
+
+    def write(self, dense: Tensor) -> None:
+        """Write the matrix into a tensor (rows, columns), in its dtype."""
+        wide = torch.promote_types(dense.dtype, torch.float32)
+        for part in slices(self.codes.shape):
+            dense[part] = self.codes[part].to(wide) * (self.factors[part, None] * self.steps).to(wide)
 
     def to(self, device: torch.device) -> Integers:
         """The same on a device."""
@@ -79,7 +88,7 @@ class Integers:
         return replace(self, steps=fitted.float())
 
     def bits(self) -> float:
-        """Bits of the matrix in a file, within half a percent for 100,000 entries, and 3 percent for 2,000."""
+        """Bits of the matrix in a file, within a tenth of a percent for 100,000 entries, and 1 percent for 2,000."""
         # Where all integers are zero nothing tells a step or a factor: `of` reads 1 back.
         steps, factors = (
             torch.where(self.codes.any(dim), each, 1) for dim, each in ((0, self.steps), (1, self.factors))
@@ -95,19 +104,20 @@ class Integers:
         Args:
             weight: (rows, columns), floating.
         """
-        if weight.dtype.itemsize < 2:
+        if weight.dtype.itemsize < 2 or not weight.numel():
             return None
-        single = weight.float()
-        if not weight.numel() or not bool(torch.isfinite(single).all()) or not torch.equal(single.to(weight), weight):
-            return None
-        del single
         # Each entry is an odd number times 2^last. Rows come in parts: whole numbers of 64 bits would take much memory.
-        last = torch.cat([_last(weight[part]) for part in _parts(weight)])
-        present, alone = weight != 0, torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
-        ways, count = (_common(last, present), (alone, _lowest(last, present, alone))), present.sum(0)
-        del last, present
+        last = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
+        for part in slices(weight.shape):
+            single = weight[part].float()
+            if not bool(torch.isfinite(single).all()) or not torch.equal(single.to(weight.dtype), weight[part]):
+                return None
+            last[part] = _last(single)
+        alone, count = torch.zeros(len(weight), dtype=torch.int64, device=weight.device), _present(last)
+        ways = [_common(last), (alone, _lowest(last, alone))]
+        del last
         best, least = None, math.inf
-        for rows, columns in ways:
+        for rows, columns in ways if bool(ways[0][0].any()) else ways[1:]:
             integers = cls._of(weight, count, rows, columns)
             bits = math.inf if integers is None else integers.bits()
             if bits < least:
@@ -124,7 +134,7 @@ class Integers:
             by_row: exponents.
             by_column: exponents.
         """
-        if any(int(_shifts(weight[part], by_row[part], by_column)[1].max()) > _WIDEST for part in _parts(weight)):
+        if any(int(_shifts(weight[part], by_row[part], by_column)[1].max()) > _WIDEST for part in slices(weight.shape)):
             return None
 
         def numbers(part: slice) -> Tensor:
@@ -133,32 +143,34 @@ class Integers:
 
         def common(columns: Tensor | slice, odd: Tensor | None = None) -> Tensor:
             """Greatest common divisors of columns, (columns,), after a division of the rows."""
-            found = (numbers(part)[:, columns] // (1 if odd is None else odd[part]) for part in _parts(weight))
-            return functools.reduce(torch.gcd, (_divisors(part, 0)[0] for part in found)).clamp(min=1)
+            divided = (numbers(part)[:, columns] // (1 if odd is None else odd[part]) for part in slices(weight.shape))
+            return functools.reduce(torch.gcd, (_divisors(part, 0)[0] for part in divided)).clamp(min=1)
 
         odd = torch.ones_like(by_row)[:, None]
         if bool(by_row.any()):
             rich = _rich(count) & (count >= count.topk(min(_TOLD, len(count))).values[-1])
             of_rich = common(rich)
             # A row of few entries there may have more in common by chance.
-            for part in _parts(weight):
-                found = numbers(part)
-                in_rich = _divisors(found[:, rich] // of_rich, 1).clamp(min=1)
-                odd[part] = torch.gcd(in_rich, _divisors(found, 1))
+            for part in slices(weight.shape):
+                whole = numbers(part)
+                in_rich = _divisors(whole[:, rich] // of_rich, 1).clamp(min=1)
+                odd[part] = torch.gcd(in_rich, _divisors(whole, 1))
             odd = _short_divisors(odd)
         steps = _short_divisors(common(slice(None), odd))
-        codes = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
-        for part in _parts(weight):
-            found = numbers(part) // odd[part] // steps
-            if not bool((found.abs() < 2**15).all()):
+        codes = torch.empty(weight.shape, dtype=torch.int16, device=weight.device)
+        for part in slices(weight.shape):
+            whole = numbers(part) // odd[part] // steps
+            if not bool((whole.abs() < 2**15).all()):
                 return None
-            codes[part] = found
+            codes[part] = whole
         integers = cls(codes, torch.ldexp(steps.float(), by_column), torch.ldexp(odd[:, 0].float(), by_row))
         held = all(
             torch.equal(values, values.bfloat16().float())
             for values in (integers.steps, integers.factors)  # as in files
         )
-        exact = all(torch.equal(integers.rows(part).weight(weight.dtype), weight[part]) for part in _parts(weight))
+        exact = all(
+            torch.equal(integers.rows(part).weight(weight.dtype), weight[part]) for part in slices(weight.shape)
+        )
         return integers if held and exact else None
 
     def rows(self, part: slice) -> Integers:
@@ -181,7 +193,7 @@ class Classes:
     @classmethod
     def of(cls, codes: Tensor) -> Classes:
         """Classes of quarter octaves of the spread of columns, and of rows beside it; few for small matrices."""
-        parts = _parts(codes)
+        parts = slices(codes.shape)
         squares = functools.reduce(torch.add, (codes[part].float().square().sum(0) for part in parts))
         spread = (squares / len(codes)).sqrt()
         beside = torch.cat([(codes[part] / spread.clamp_min(1e-9)).square().mean(1).sqrt() for part in parts])
@@ -191,22 +203,29 @@ class Classes:
 
         rows, columns = level(beside), level(spread) + _OFFSET
         grains = (1, 2, 4, 8, 16) if codes.numel() < _SMALL else (1,)
-        found = [
+        candidates = [
             cls(*(((part / grain).round().long() * grain).clamp_(min=LEAST_CLASS) for part in (rows, columns)))
             for grain in grains
         ]
-        return found[0] if len(found) == 1 else min(found, key=lambda classes: classes.bits(codes))
+        return candidates[0] if len(candidates) == 1 else min(candidates, key=lambda classes: classes.bits(codes))
 
     def bits(self, codes: Tensor) -> float:
         """Bits of the integers of a matrix, their tables and their classes."""
-        _, counts = self.counts(codes)
+        least, counts = self.counts(codes)
         raw = torch.tensor([raw_bits(number) for number in range(len(counts))], device=codes.device)
         whole = counts.sum(1)
         entropy = (whole * whole.clamp_min(1).log2()).sum() - (counts * counts.clamp_min(1).log2()).sum()
+        # Spreads and tails of tables are not known yet; they change the length of what is compressed by few bytes.
+        tables = [(number, number % 128, 0, *ends) for number, ends in enumerate(_ends(least, counts)) if ends]
         total: float = _HEAD_BITS + _STATE_BITS * states_of(codes.numel())
-        total += _SIDE * (_entropy(self.rows - self.rows.min()) + _entropy(self.columns - self.columns.min()))
-        total += _TABLE_BITS * int((whole > 0).sum()) + _MISFIT_BITS * int((counts > 0).sum())
+        total += _TABLE_BITS * len(tables) + _MISFIT_BITS * int((counts > 0).sum())
+        total += 8 * len(self.described(b"".join(TABLE.pack(*numbers) for numbers in tables)))
         return total + float(entropy + whole @ raw.double())
+
+    def described(self, tables: bytes) -> bytes:
+        """The bytes in a file of the classes and of their tables, each of which begins as `TABLE` says."""
+        columns, rows = (each.to(torch.int8).cpu().numpy().tobytes() for each in (self.columns, self.rows))
+        return zlib.compress(columns + rows + tables, 9)
 
     def counts(self, codes: Tensor) -> tuple[int, Tensor]:
         """The least integer, without raw bits, and how often each class has it and those behind it.
@@ -216,21 +235,21 @@ class Classes:
         """
         numbers = range(self._count())
         raw = torch.tensor([raw_bits(number) for number in numbers], dtype=torch.int32, device=codes.device)
-        ends = [torch.stack(self._shifted(codes, part, raw)[1].aminmax()) for part in _parts(codes)]
+        ends = [torch.stack(self._shifted(codes, part, raw)[1].aminmax()) for part in slices(codes.shape)]
         least, greatest = int(torch.stack(ends)[:, 0].min()), int(torch.stack(ends)[:, 1].max())
         width = greatest - least + 1
         counts = torch.zeros(len(raw) * width, dtype=torch.float64, device=codes.device)
-        for part in _parts(codes):
+        for part in slices(codes.shape):
             table, values = self._shifted(codes, part, raw)
             counts += torch.bincount((table * width + (values - least)).flatten(), minlength=len(counts))
         return least, counts.reshape(len(raw), width)
 
     def squares(self, codes: Tensor) -> Tensor:
         """Sums of the squares of the integers of each class, (classes,) float64."""
-        found = torch.zeros(self._count(), dtype=torch.float64)
-        for part in _parts(codes):
-            found += torch.bincount(self._table(part).flatten(), codes[part].double().square().flatten(), len(found))
-        return found
+        sums = torch.zeros(self._count(), dtype=torch.float64)
+        for part in slices(codes.shape):
+            sums += torch.bincount(self._table(part).flatten(), codes[part].double().square().flatten(), len(sums))
+        return sums
 
     def _shifted(self, codes: Tensor, part: slice, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Classes of the entries of some rows, and their integers without raw bits."""
@@ -256,7 +275,7 @@ def looks_coded(tensor: Tensor) -> bool:
 def least_bits(shape: tuple[int, int]) -> float:
     """Bits a weight that steps, classes and tables of a matrix may need, without its integers."""
     rows, columns = shape
-    once = 16 * _TABLE_BITS + _STATE_BITS * states_of(rows * columns) + _HEAD_BITS
+    once = _ONCE_BITS + _STATE_BITS * states_of(rows * columns)
     return ((_STEP_BITS + 6) * columns + 10 * rows + once) / (rows * columns)
 
 
@@ -284,11 +303,11 @@ def sides(*values: Tensor) -> bytes:
     Args:
         values: numbers of at most 8 significant bits.
     """
-    found = b""
+    planes = b""
     for each in values:
         half = each.to(torch.bfloat16).cpu().view(torch.uint8).reshape(-1, 2)
-        found += half[:, 1].numpy().tobytes() + half[:, 0].numpy().tobytes()  # bytes of like kind compress better
-    return zlib.compress(found, 9)
+        planes += half[:, 1].numpy().tobytes() + half[:, 0].numpy().tobytes()  # bytes of like kind compress better
+    return zlib.compress(planes, 9)
 
 
 def step_bits(dtype: torch.dtype) -> int:
@@ -306,17 +325,15 @@ def raw_bits(number: int) -> int:
     return max(0, (number - _OFFSET) // _LEVELS - _RAW)
 
 
-def _entropy(values: Tensor) -> float:
-    """Bits of whole numbers, which are not negative, by their empirical entropy."""
-    counts = torch.bincount(values)
-    counts = counts[counts > 0].double()
-    return float((counts * (counts.sum() / counts).log2()).sum())
+def _ends(least: int, counts: Tensor) -> list[tuple[int, int] | None]:
+    """The least and the greatest integer of each class, without raw bits; None for a class without entries.
 
-
-def _parts(matrix: Tensor) -> list[slice]:
-    """The rows of a matrix (rows, columns) in parts of at most `_PART` entries, or single ones."""
-    step = max(1, _PART // max(1, matrix.shape[1]))
-    return [slice(start, start + step) for start in range(0, len(matrix), step)]
+    Args:
+        least: the integer of the first column of the counts.
+        counts: (classes, integers).
+    """
+    places = [row.nonzero()[:, 0] for row in counts]
+    return [(least + int(row[0]), least + int(row[-1])) if len(row) else None for row in places]
 
 
 def _whole(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,9 +343,14 @@ def _whole(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _last(weight: Tensor) -> Tensor:
-    """The power of two in each entry of a matrix, as its exponent, int16; that of 0 means nothing."""
+    """The power of two in each entry of a matrix, as its exponent, int32; `_ABSENT` for 0."""
     whole, exponent = _whole(weight)
-    return (torch.frexp((whole & -whole).float()).exponent - 1 + exponent).to(torch.int16)
+    return torch.where(whole == 0, _ABSENT, torch.frexp((whole & -whole).float()).exponent - 1 + exponent)
+
+
+def _present(powers: Tensor) -> Tensor:
+    """Numbers of entries of the columns of `_last` that are not zero, (columns,)."""
+    return functools.reduce(torch.add, ((powers[part] != _ABSENT).sum(0) for part in slices(powers.shape)))
 
 
 def _shifts(weight: Tensor, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
@@ -337,39 +359,47 @@ def _shifts(weight: Tensor, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, 
     return whole, torch.where(whole == 0, 0, exponent - by_row[:, None] - by_column)
 
 
-def _common(powers: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def _common(powers: Tensor) -> tuple[Tensor, Tensor]:
     """Exponents (rows,) and (columns,) whose sums are at most those of the entries, and of half of them equal.
 
     Half of all integers are odd, so the most frequent difference of two columns is that of their steps.
 
     Args:
-        powers: (rows, columns) int16.
-        present: boolean (rows, columns), entries that are not zero.
+        powers: (rows, columns) int16 of `_last`.
     """
-    absent = 2**20
-
-    def most_frequent(differences: Tensor, known: Tensor, dim: int) -> Tensor:
-        """The mode along a dimension, of known differences alone."""
-        # Each unknown one differs from all others, so that none of them is frequent.
-        places = torch.arange(differences.numel(), device=differences.device).reshape(differences.shape)
-        return torch.where(known, differences, absent + places).mode(dim).values
-
-    dense = present.sum(0).topk(min(_TOLD, present.shape[1])).indices  # the columns that tell the exponents of rows
-    told, known = powers[:, dense].long(), present[:, dense]
-    rows, first = told[:, 0], known[:, 0]
-    columns = most_frequent(told - rows[:, None], known & first[:, None], 0)
-    rows = most_frequent(told - columns, known & (columns < absent // 2), 1)
+    count = _present(powers)
+    dense = count.topk(min(_TOLD, len(count))).indices  # the columns that tell the exponents of rows
+    by_row, count = powers[:, dense], count[dense]
+    by_column, first = by_row.T, by_row[:, 0].long()
+    columns = _most_frequent(by_column, first, first != _ABSENT)
+    rows = _most_frequent(by_row, columns, columns < _UNKNOWN // 2)
     # Half of the entries of a column are at its exponent, and below it only those of wrong rows.
-    sorted_by_column = torch.where(known, told - rows[:, None], absent).sort(0).values
-    columns = sorted_by_column.gather(0, (known.sum(0) // 8)[None])[0]
-    rows = torch.where(known & _rich(known.sum(0)), told - columns, absent).amin(1)
-    rows = torch.where(rows > absent // 2, 0, rows)
-    sure = known.sum(1) >= _SURE
-    if bool(sure.any()):  # other rows are told by all columns
-        columns = _lowest(powers[sure], present[sure], rows[sure])
-        all_of_row = torch.where(present[~sure], powers[~sure] - columns, absent).amin(1)
-        rows[~sure] = torch.where(all_of_row > absent // 2, 0, all_of_row)
-    return rows, _lowest(powers, present, rows)
+    columns = torch.cat(
+        [
+            _beside(by_column[part], rows).sort(1).values.gather(1, (count[part] // 8)[:, None])[:, 0]
+            for part in slices(by_column.shape)
+        ]
+    )
+    rich = _rich(count)
+    rows = _lowest(by_column[rich], columns[rich])
+    unsure = (by_row != _ABSENT).sum(1) < _SURE
+    if bool(unsure.any()) and not bool(unsure.all()):  # these rows are told by all columns
+        rows[unsure] = _lowest(powers[unsure].T, _lowest(powers[~unsure], rows[~unsure]))
+    return rows, _lowest(powers, rows)
+
+
+def _beside(powers: Tensor, others: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Powers of two (rows, columns) without those of columns (columns,), int64; `_UNKNOWN` where one is not known."""
+    present = powers != _ABSENT
+    return torch.where(present if counted is None else present & counted, powers - others, _UNKNOWN)
+
+
+def _most_frequent(powers: Tensor, others: Tensor, counted: Tensor) -> Tensor:
+    """The most frequent difference of each row of powers of two and those of columns, of known ones alone, (rows,)."""
+    # Each unknown one differs from all others, so that none of them is frequent.
+    apart = torch.arange(len(others), device=others.device)
+    differences = (_beside(powers[part], others, counted) for part in slices(powers.shape))
+    return torch.cat([torch.where(each == _UNKNOWN, each + apart, each).mode(1).values for each in differences])
 
 
 def _rich(count: Tensor) -> Tensor:
@@ -378,12 +408,12 @@ def _rich(count: Tensor) -> Tensor:
     return count >= fewest
 
 
-def _lowest(powers: Tensor, present: Tensor, rows: Tensor) -> Tensor:
+def _lowest(powers: Tensor, rows: Tensor) -> Tensor:
     """The least exponent of each column beside those of rows (rows,), (columns,); 0 for a column of zeros."""
-    absent = 2**20
-    found = [torch.where(present[part], powers[part] - rows[part, None], absent).amin(0) for part in _parts(powers)]
-    lowest = functools.reduce(torch.minimum, found)
-    return torch.where(lowest == absent, 0, lowest)
+    lowest = torch.full((powers.shape[1],), _UNKNOWN, device=powers.device)
+    for part in slices(powers.shape):
+        lowest = torch.minimum(lowest, _beside(powers[part], rows[part, None]).amin(0))
+    return torch.where(lowest > _UNKNOWN // 2, 0, lowest)
 
 
 def _divisors(numbers: Tensor, dim: int) -> Tensor:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from iobs.core.slices import is_exact
 from iobs.errors import ModelError
 from iobs.exports.source import (
     ExportSource,
@@ -182,7 +183,7 @@ def _dtype(state: Mapping[str, Tensor], bits: int | None) -> torch.dtype:
     if bits is None and stored.itemsize == 2:
         return stored
     for dtype in (torch.bfloat16, torch.float16) if bits != 32 else ():
-        if all(torch.equal(value.to(dtype).to(value.dtype), value) for value in state.values()):
+        if all(is_exact(value, dtype) for value in state.values()):
             return dtype
     return torch.bfloat16 if bits == 16 else torch.float32
 

@@ -71,14 +71,6 @@ def tokens_seen(model: nn.Module, layers: Mapping[str, nn.Module], example: obje
 def weights_read(model: nn.Module, example: object) -> list[str]:
     """Names of the stored layers whose weight a forward pass of the example reads."""
     names = {layer: name for name, layer in model.named_modules() if isinstance(layer, StoredLayer)}
-    with _reads() as read_layers:
-        _run(model, example)
-    return [name for layer, name in names.items() if layer in read_layers]
-
-
-@contextmanager
-def _reads() -> Iterator[set[StoredLayer]]:
-    """Collect the stored layers whose weight is read."""
     weight, read_layers = StoredLayer.weight, set[StoredLayer]()
 
     def record(layer: StoredLayer) -> Tensor:
@@ -87,9 +79,10 @@ def _reads() -> Iterator[set[StoredLayer]]:
 
     StoredLayer.weight = property(record)  # type: ignore[method-assign, assignment]
     try:
-        yield read_layers
+        _run(model, example)
     finally:
         StoredLayer.weight = weight  # type: ignore[method-assign]
+    return [name for layer, name in names.items() if layer in read_layers]
 
 
 @torch.no_grad()
@@ -257,11 +250,11 @@ def accelerate(
         for name, layer in layers.items():
             choices[name], form = timings.choose(name, layer, tokens[name])
             if form is not None:
-                _put(model, name, form.train(layer.training))
+                model.set_submodule(name, form.train(layer.training))
         if example is not None and device.type == "cpu":
             read = [name for name in weights_read(model, example) if name in layers]
     for name in read:
-        _put(model, name, layers[name])
+        model.set_submodule(name, layers[name])
         choice = choices[name]
         choices[name] = replace(choice, format="dense", threads=1, bytes_after=choice.bytes_before, error=0.0)
     notes = [*timings.notes, *notes]
@@ -293,14 +286,8 @@ def _dense_again(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[
         yield
     except BaseException:
         for name, layer in layers.items():
-            _put(model, name, layer)
+            model.set_submodule(name, layer)
         raise
-
-
-def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of that name."""
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)
 
 
 def _require(model: nn.Module, precision: str, threads: int | None) -> torch.device:
@@ -440,10 +427,7 @@ def _most_tokens(form: nn.Module, layer: nn.Module, counts: list[int], least: in
 
 def _bytes(form: nn.Module) -> int:
     """Bytes of the weight of a layer, dense or stored."""
-    if isinstance(form, StoredLinear):
-        return form.matrix.bytes
-    weight = matrix_of(form)
-    return weight.numel() * weight.element_size()
+    return form.matrix.bytes if isinstance(form, StoredLinear) else matrix_of(form).nbytes
 
 
 def _activations(layer: nn.Module, tokens: int) -> Tensor:

@@ -66,7 +66,7 @@ class StoredMatrix:
     @property
     def bytes(self) -> int:
         """Bytes of all contents."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def quantised(self) -> bool:
@@ -130,11 +130,8 @@ class StoredMatrix:
         return _scaled(codes, self.tensors["scales"][first:last])[:, : self.columns]
 
     def _codes(self, mask: Tensor, stored: Tensor) -> Tensor:
-        """The 4-bit codes of the set bits, in order; each block begins with a new byte."""
-        counts = mask.view(-1, BLOCK).sum(1)
-        begins = torch.cumsum((counts + 1) // 2, 0) - (counts + 1) // 2
-        within = torch.cumsum(mask.view(-1, BLOCK), 1) - 1
-        place = (2 * begins[:, None] + within)[mask.view(-1, BLOCK)]
+        """The 4-bit codes of the set bits, in order."""
+        place, _ = _half_bytes(mask)
         both = stored[place // 2]
         return torch.where(place % 2 == 0, both & 15, both >> 4).long()
 
@@ -278,10 +275,7 @@ def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor, levels: Tensor) -> d
     mask = wide != 0
     middles = (levels[1:].float() + levels[:-1].float()) / 2
     codes = torch.bucketize(ratio.contiguous(), middles).to(torch.uint8)
-    counts = mask.view(-1, BLOCK).sum(1)
-    sizes = (counts + 1) // 2  # each block begins with a new byte
-    begins = sizes.cumsum(0) - sizes
-    place = (2 * begins[:, None] + mask.view(-1, BLOCK).cumsum(1) - 1)[mask.view(-1, BLOCK)]
+    place, sizes = _half_bytes(mask)
     halves = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8)
     halves[place] = codes[mask]
     rounded = torch.where(mask, levels.float()[codes.long()], torch.zeros(()))
@@ -293,6 +287,13 @@ def _four_bits(wide: Tensor, ratio: Tensor, scales: Tensor, levels: Tensor) -> d
         "corrections": _corrections(rounded, scales),
         "levels": levels,
     }
+
+
+def _half_bytes(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the codes of set bits, in half bytes, and the bytes of each block: it begins with a new byte."""
+    blocks = mask.view(-1, BLOCK)
+    sizes = (blocks.sum(1) + 1) // 2
+    return (2 * (sizes.cumsum(0) - sizes)[:, None] + blocks.cumsum(1) - 1)[blocks], sizes
 
 
 def fitted_levels(values: Tensor) -> Tensor:

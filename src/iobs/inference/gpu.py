@@ -69,7 +69,7 @@ def smallest(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     columns = weight.shape[1]
     dtypes = torch.uint8, torch.int16 if columns <= _WIDTHS[torch.int16] else torch.int32
     candidates = [packed(weight, dtype) for dtype in dtypes]
-    return min(candidates, key=lambda parts: sum(part.numel() * part.element_size() for part in parts))
+    return min(candidates, key=lambda parts: sum(part.nbytes for part in parts))
 
 
 def packed(weight: Tensor, offset: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -157,7 +157,7 @@ class OffsetLinear(CheckedState):
     @property
     def bytes(self) -> int:
         """Bytes of values, offsets, bases and starts."""
-        return sum(part.numel() * part.element_size() for part in (self.values, self.offsets, self.bases, self.starts))
+        return sum(part.nbytes for part in (self.values, self.offsets, self.bases, self.starts))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output (..., out_features) of (..., in_features)."""

@@ -310,23 +310,26 @@ def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
 
 
 @njit(inline="always")
+def groups_of(matrix: Value) -> Value:
+    """Number of groups of 128 columns of a row; the last one may have 64."""
+    return (matrix.blocks + 1) // 2
+
+
+@njit(inline="always")
 def _byte_row(matrix: Value, tokens: Value, row: Value, place: Value, odd: Value) -> Value:
     """The scaled sums of a masked row whose bytes begin at `place`; with `odd` 1 each block takes an even number."""
-    groups, table = (matrix.blocks + 1) // 2, matrix.levels
+    groups, table = groups_of(matrix), matrix.levels
     mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
     tile = scaled_tile8(tokens)
-    for group in range(matrix.blocks // 2):
-        bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+    for group in range(groups):
+        bits = read_mask(mask + 16 * group)
         prefetch(place + _AHEAD)
-        second = place + ((count_bits(bits) + odd) & ~odd)
         sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, spread_bytes(table, place, bits))
-        sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, second, more))
-        tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-        place = second + ((count_bits(more) + odd) & ~odd)
-    if matrix.blocks % 2:
-        group = groups - 1
-        expanded = spread_bytes(table, place, read_mask(mask + 16 * group))
-        sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, expanded)
+        place += (count_bits(bits) + odd) & ~odd
+        if 2 * group + 1 < matrix.blocks:
+            bits = read_mask(mask + 16 * group + 8)
+            sums = add_bytes8(sums, tokens, 128 * group + 64, spread_bytes(table, place, bits))
+            place += (count_bits(bits) + odd) & ~odd
         tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
     return tile
 
@@ -340,46 +343,35 @@ def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, fir
 
 
 @njit(inline="always")
-def _with_group(tile: Value, tokens: Value, group: Value, place: Value, scale: Value) -> Value:
-    """A tile after the 128 columns of a group of an int8 row."""
+def _with_group(matrix: Value, tile: Value, tokens: Value, group: Value, place: Value, scale: Value) -> Value:
+    """A tile after a group of columns of an int8 row."""
     prefetch(place + 2 * _AHEAD)
     prefetch(place + 2 * _AHEAD + 64)
     sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
-    sums = add_bytes8(sums, tokens, 128 * group + 64, read_bytes(place + 64))
-    return add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-
-
-@njit(inline="always")
-def _with_half(tile: Value, tokens: Value, group: Value, place: Value, scale: Value) -> Value:
-    """A tile after the 64 columns of the last group of an int8 row."""
-    sums = add_bytes8(integer_tile8(tokens), tokens, 128 * group, read_bytes(place))
+    if 2 * group + 1 < matrix.blocks:
+        sums = add_bytes8(sums, tokens, 128 * group + 64, read_bytes(place + 64))
     return add_scaled(tile, sums, read_bfloat(scale + 2 * group))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, in pairs for one token, without the scale of the token."""
-    groups, pairs = (matrix.blocks + 1) // 2, matrix.blocks // 2
+    groups = groups_of(matrix)
     half = (last - first) // 2 if len(tokens) == 1 else 0
     for row in range(first, first + half):
         place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
         other, more = place + 64 * matrix.blocks * half, scale + 2 * groups * half
         tile, twin = scaled_tile8(tokens), scaled_tile8(tokens)
-        for group in range(pairs):
-            tile = _with_group(tile, tokens, group, place + 128 * group, scale)
-            twin = _with_group(twin, tokens, group, other + 128 * group, more)
-        if matrix.blocks % 2:
-            tile = _with_half(tile, tokens, pairs, place + 128 * pairs, scale)
-            twin = _with_half(twin, tokens, pairs, other + 128 * pairs, more)
+        for group in range(groups):
+            tile = _with_group(matrix, tile, tokens, group, place + 128 * group, scale)
+            twin = _with_group(matrix, twin, tokens, group, other + 128 * group, more)
         write_sums(tile, tokens, output + 4 * row, stride)
         write_sums(twin, tokens, output + 4 * (row + half), stride)
     for row in range(first + 2 * half, last):
         place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
         tile = scaled_tile8(tokens)
-        for group in range(pairs):
-            tile = _with_group(tile, tokens, group, place + 128 * group, scale)
-        if matrix.blocks % 2:
-            tile = _with_half(tile, tokens, pairs, place + 128 * pairs, scale)
+        for group in range(groups):
+            tile = _with_group(matrix, tile, tokens, group, place + 128 * group, scale)
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
@@ -444,7 +436,7 @@ def unpack_bitmask_bf16(matrix: Value, output: Value, first: Value, last: Value)
 @njit(inline="always")
 def _unpack_bytes(matrix: Value, row: Value, place: Value, output: Value, odd: Value) -> None:
     """Store a masked row of bytes, which begin at `place`, as float32; `odd` as of `_byte_row`."""
-    mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+    mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups_of(matrix) * row
     for block in range(matrix.blocks):
         bits = read_mask(mask + 8 * block)
         weights = spread_bytes(matrix.levels, place, bits)
@@ -475,7 +467,7 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
 def unpack_int8(matrix: Value, output: Value, first: Value, last: Value) -> None:
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
-        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups_of(matrix) * row
         for block in range(matrix.blocks):
             write_scaled8(output, read_bytes(place), read_bfloat(scale + 2 * (block // 2)))
             place += 64
@@ -495,21 +487,6 @@ def unpack_index_bf16(matrix: Value, output: Value, first: Value, last: Value) -
         output += 256 * matrix.blocks
 
 
-UNPACK = {
-    "int8": unpack_int8,
-    "index-bf16": unpack_index_bf16,
-    "bitmask-bf16": unpack_bitmask_bf16,
-    "bitmask-int8": unpack_bitmask_int8,
-    "bitmask-int4": unpack_bitmask_int4,
-}
-KERNELS = {
-    "bf16": bf16,
-    "int8": int8,
-    "bitmask-bf16": bitmask_bf16,
-    "bitmask-int8": bitmask_int8,
-    "bitmask-int4": bitmask_int4,
-    "index-bf16": index_bf16,
-}
 Table = NDArray[np.uint8]
 _NONE = 128  # in a table: the lane becomes zero
 

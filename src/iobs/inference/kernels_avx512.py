@@ -11,7 +11,9 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
-from iobs.inference.kernels_avx2 import unpack_index_bf16, unpack_int8
+from iobs.inference.kernels_avx2 import groups_of
+from iobs.inference.kernels_avx2 import unpack_index_bf16 as unpack_index_bf16  # has no vectors
+from iobs.inference.kernels_avx2 import unpack_int8 as unpack_int8  # reads dense bytes, which AVX2 does as well
 from iobs.inference.vectors import (
     Address,
     Code,
@@ -200,76 +202,60 @@ def bf16(matrix: Value, tokens: Value, output: Value, stride: Value, first: Valu
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int8 matrix times each token, without the correction and the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
+    groups = groups_of(matrix)
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask = matrix.mask + 8 * matrix.blocks * row
-        scale = matrix.scales + 2 * groups * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(matrix.blocks // 2):
-            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+        for group in range(groups):
+            bits = read_mask(mask + 16 * group)
             prefetch(place + _AHEAD)
-            second = place + count_bits(bits)
-            sums = integer_tile(tokens)
-            sums = add_bytes(sums, tokens, 128 * group, expand_bytes(place, bits))
-            sums = add_bytes(sums, tokens, 128 * group + 64, expand_bytes(second, more))
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * group, expand_bytes(place, bits))
+            place += count_bits(bits)
+            if 2 * group + 1 < matrix.blocks:
+                bits = read_mask(mask + 16 * group + 8)
+                sums = add_bytes(sums, tokens, 128 * group + 64, expand_bytes(place, bits))
+                place += count_bits(bits)
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-            place = second + count_bits(more)
-        if matrix.blocks % 2:
-            last_group = groups - 1
-            expanded = expand_bytes(place, read_mask(mask + 16 * last_group))
-            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, expanded)
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def int8(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of an int8 matrix times each token, without the correction and the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
+    groups = groups_of(matrix)
     for row in range(first, last):
-        place = matrix.values + 64 * matrix.blocks * row
-        scale = matrix.scales + 2 * groups * row
+        place, scale = matrix.values + 64 * matrix.blocks * row, matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(matrix.blocks // 2):
+        for group in range(groups):
             prefetch(place + 2 * _AHEAD)
             prefetch(place + 2 * _AHEAD + 64)
-            sums = integer_tile(tokens)
-            sums = add_bytes(sums, tokens, 128 * group, read_bytes64(place))
-            sums = add_bytes(sums, tokens, 128 * group + 64, read_bytes64(place + 64))
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * group, read_bytes64(place))
+            if 2 * group + 1 < matrix.blocks:
+                sums = add_bytes(sums, tokens, 128 * group + 64, read_bytes64(place + 64))
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
             place += 128
-        if matrix.blocks % 2:
-            last_group = groups - 1
-            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, read_bytes64(place))
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def bitmask_int4(matrix: Value, tokens: Value, output: Value, stride: Value, first: Value, last: Value) -> None:
     """Rows of a bitmask-int4 matrix times each token, without the correction and the scale of the token."""
-    groups = (matrix.blocks + 1) // 2
-    levels = read_bytes64(matrix.levels)
+    groups, levels = groups_of(matrix), read_bytes64(matrix.levels)
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask = matrix.mask + 8 * matrix.blocks * row
-        scale = matrix.scales + 2 * groups * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups * row
         tile = scaled_tile(tokens)
-        for group in range(matrix.blocks // 2):
-            bits, more = read_mask(mask + 16 * group), read_mask(mask + 16 * group + 8)
+        for group in range(groups):
+            bits = read_mask(mask + 16 * group)
             prefetch(place + _AHEAD)
-            second = place + ((count_bits(bits) + 1) >> 1)
-            sums = integer_tile(tokens)
-            sums = add_bytes(sums, tokens, 128 * group, expand_codes(levels, place, bits))
-            sums = add_bytes(sums, tokens, 128 * group + 64, expand_codes(levels, second, more))
+            sums = add_bytes(integer_tile(tokens), tokens, 128 * group, expand_codes(levels, place, bits))
+            place += (count_bits(bits) + 1) >> 1
+            if 2 * group + 1 < matrix.blocks:
+                bits = read_mask(mask + 16 * group + 8)
+                sums = add_bytes(sums, tokens, 128 * group + 64, expand_codes(levels, place, bits))
+                place += (count_bits(bits) + 1) >> 1
             tile = add_scaled(tile, sums, read_bfloat(scale + 2 * group))
-            place = second + ((count_bits(more) + 1) >> 1)
-        if matrix.blocks % 2:
-            last_group = groups - 1
-            expanded = expand_codes(levels, place, read_mask(mask + 16 * last_group))
-            sums = add_bytes(integer_tile(tokens), tokens, 128 * last_group, expanded)
-            tile = add_scaled(tile, sums, read_bfloat(scale + 2 * last_group))
         write_sums(tile, tokens, output + 4 * row, stride)
 
 
@@ -314,7 +300,7 @@ def unpack_bitmask_int8(matrix: Value, output: Value, first: Value, last: Value)
     """Store rows as float32 at `output`, (last - first, filled columns)."""
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups_of(matrix) * row
         for block in range(matrix.blocks):
             bits = read_mask(mask + 8 * block)
             write_scaled(output, expand_bytes(place, bits), read_bfloat(scale + 2 * (block // 2)))
@@ -328,26 +314,9 @@ def unpack_bitmask_int4(matrix: Value, output: Value, first: Value, last: Value)
     levels = read_bytes64(matrix.levels)
     for row in range(first, last):
         place = matrix.values + read_long(matrix.starts + 8 * row)
-        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + (matrix.blocks + 1) // 2 * 2 * row
+        mask, scale = matrix.mask + 8 * matrix.blocks * row, matrix.scales + 2 * groups_of(matrix) * row
         for block in range(matrix.blocks):
             bits = read_mask(mask + 8 * block)
             write_scaled(output, expand_codes(levels, place, bits), read_bfloat(scale + 2 * (block // 2)))
             place += (count_bits(bits) + 1) >> 1
             output += 256
-
-
-UNPACK = {
-    "int8": unpack_int8,  # reads dense bytes, which AVX2 does as well
-    "index-bf16": unpack_index_bf16,  # has no vectors
-    "bitmask-bf16": unpack_bitmask_bf16,
-    "bitmask-int8": unpack_bitmask_int8,
-    "bitmask-int4": unpack_bitmask_int4,
-}
-KERNELS = {
-    "bf16": bf16,
-    "int8": int8,
-    "bitmask-bf16": bitmask_bf16,
-    "bitmask-int8": bitmask_int8,
-    "bitmask-int4": bitmask_int4,
-    "index-bf16": index_bf16,
-}

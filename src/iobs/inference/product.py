@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -23,7 +24,6 @@ _LARGEST_TILE: dict[cpu.Level, dict[bool, int]] = {"avx512": {True: 8, False: 16
 # Formats whose kernels read the even activations of each 32 before the odd ones.
 _INTERLEAVED: dict[cpu.Level, tuple[str, ...]] = {"avx512": ("bf16", "bitmask-bf16"), "avx2": ("bf16",)}
 _TILE_ROWS = 512  # rows that are unpacked at a time
-Kernels = Mapping[str, Callable[..., None]]
 
 
 class StoredProduct:
@@ -47,9 +47,8 @@ class StoredProduct:
         self.matrix, self.threads = matrix, threads
         self.level = cpu.level() if level is None else level
         self.most_tokens = _MOST_TOKENS[self.level] if most_tokens is None else most_tokens
-        kernels = _kernels(self.level)
-        self._kernel: Callable[..., None] | None = kernels[0].get(matrix.format)
-        self._unpack: Callable[..., None] | None = kernels[1].get(matrix.format)
+        name = matrix.format.replace("-", "_")
+        self._kernel, self._unpack = _kernel(self.level, name), _kernel(self.level, f"unpack_{name}")
         if self._kernel is not None or self._unpack is not None:
             self._addresses, self._kept = addresses_of(matrix, self.level)
 
@@ -146,18 +145,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
-@cache
-def _kernels(level: cpu.Level) -> tuple[Kernels, Kernels]:
-    """Kernels of products and of unpacking by format."""
-    if level == "avx512":
-        from iobs.inference import kernels_avx512
-
-        return kernels_avx512.KERNELS, kernels_avx512.UNPACK
-    if level == "avx2":
-        from iobs.inference import kernels_avx2
-
-        return kernels_avx2.KERNELS, kernels_avx2.UNPACK
-    return {}, {}
+def _kernel(level: cpu.Level, name: str) -> Callable[..., None] | None:
+    """The kernel of a name, such as `bitmask_int8` or `unpack_int8`; None if the instruction set has none."""
+    return None if level == "none" else getattr(importlib.import_module(f"iobs.inference.kernels_{level}"), name, None)
 
 
 class Addresses(NamedTuple):

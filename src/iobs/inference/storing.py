@@ -67,7 +67,7 @@ def smallest_format(weight: torch.Tensor, precision: Precision, ties: bool = Tru
         if name != "index-bf16" or columns <= MOST_COLUMNS:
             sizes[name] = bytes_of(name, rows, columns, nonzeros)
     smallest = min(sizes, key=sizes.__getitem__)
-    more = sizes[smallest] - weight.numel() * weight.element_size()
+    more = sizes[smallest] - weight.nbytes
     return smallest if more < 0 or (ties and more == 0) else None
 
 
@@ -119,8 +119,7 @@ def replace_layers(model: nn.Module, matrices: Mapping[str, StoredMatrix]) -> No
             raise ModelError(
                 f"The stored matrix {name!r}, ({matrix.rows}, {matrix.columns}), fits no layer of the model."
             )
-        parent, _, last = name.rpartition(".")
         form = table_with_matrix(layer, matrix) if is_table(layer) else with_matrix(layer, matrix)
-        setattr(model.get_submodule(parent), last, form.train(layer.training))
+        model.set_submodule(name, form.train(layer.training))
     if matrices:
         refuse_to_save(model)

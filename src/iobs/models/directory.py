@@ -317,18 +317,9 @@ class Conversion:
 
 def renaming(source: str, target: str, entry: Entry) -> Conversion:
     """The conversion of a tensor that only gets another name, or keeps its own."""
-    forward = _NewNames({source: target})
-    return Conversion({source: entry}, {target: entry}, forward, _NewNames({target: source}))
-
-
-@dataclass(frozen=True)
-class _NewNames:
-    """Give tensors other names."""
-
-    names: Mapping[str, str]
-
-    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensors[old] for old, name in self.names.items()}
+    return Conversion(
+        {source: entry}, {target: entry}, lambda read: {target: read[source]}, lambda made: {source: made[target]}
+    )
 
 
 def find_conversions(module: nn.Module, entries: Mapping[str, Entry]) -> list[Conversion]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from iobs.core.exponents import inflated
-from iobs.core.integers import MOST_STATES, Classes, Integers, raw_bits, sides, states_of
+from iobs.core.integers import MOST_STATES, TABLE, Classes, Integers, raw_bits, sides, states_of
 from iobs.errors import ModelError
 
 PRECISION = 14  # bits of the frequencies of a table, whose sum is 2^14
 _HEAD, _SUM = struct.Struct("<6I"), struct.Struct("<I")
 _ENTRY = np.dtype([("number", "u1"), ("spread", "i1"), ("tail", "u1"), ("low", "<i2"), ("high", "<i2")])
+assert _ENTRY.itemsize == TABLE.size
 _MOST_DESCRIBED = 256 * (_ENTRY.itemsize + 2**16)  # bytes of all tables
 _OCTAVE = 8  # spreads of tables for each octave
 _TAILS = 0.15  # deviation of the logarithm of the spread, for each unit of `tail`
@@ -95,25 +97,23 @@ def encode(integers: Integers) -> bytes:
 
     rows, columns = integers.codes.shape
     classes = Classes.of(integers.codes)
-    codes = integers.codes.numpy()
+    codes = integers.codes.to(torch.int16).numpy()
     (least, counts), squares = classes.counts(integers.codes), classes.squares(integers.codes)
     numbers = counts.any(1).nonzero()[:, 0].tolist()
     fitted = [_fitted(number, least, counts[number].long().numpy(), float(squares[number])) for number in numbers]
     tables = Tables.of(np.array([entry for entry, _ in fitted], _ENTRY), [lengths for _, lengths in fitted])
     states = states_of(codes.size)
     scales = sides(integers.steps, integers.factors)
-    numbers_of = _small(classes.columns).tobytes() + _small(classes.rows).tobytes()
-    described = zlib.compress(numbers_of + tables.described(), 9)
+    described = classes.described(tables.described())
     coding = kernel.Coding(_small(classes.rows), _small(classes.columns), *_lookup(tables))
     words = kernel.encoded(codes, coding, states)
     head = _HEAD.pack(rows, columns, states, len(scales), len(described), len(words))
-    whole = head + scales + described + words.tobytes()
-    whole += _SUM.pack(zlib.crc32(tables.starts.tobytes()))
+    whole = b"".join([head, scales, described, words.data, _SUM.pack(zlib.crc32(tables.starts.data))])
     return whole + _SUM.pack(zlib.crc32(whole))
 
 
-def decode(data: bytes | memoryview, name: str = "the matrix") -> list[Integers]:
-    """The matrices whose bytes of `encode` follow each other.
+def decode(data: bytes | memoryview, name: str = "the matrix") -> Iterator[Integers]:
+    """The matrices whose bytes of `encode` follow each other, one at a time.
 
     Args:
         data: the bytes.
@@ -122,11 +122,12 @@ def decode(data: bytes | memoryview, name: str = "the matrix") -> list[Integers]
     Raises:
         ModelError: the bytes are truncated or changed, or this processor makes other tables than the one that wrote.
     """
-    matrices: list[Integers] = []
-    while not matrices or data:
+    data = memoryview(data)
+    while True:
         matrix, data = _first(data, name)
-        matrices.append(matrix)
-    return matrices
+        yield matrix
+        if not data:
+            return
 
 
 def parts(data: bytes | memoryview) -> tuple[int, dict[str, int]]:
@@ -141,7 +142,7 @@ def parts(data: bytes | memoryview) -> tuple[int, dict[str, int]]:
     return entries, total
 
 
-def _first(data: bytes | memoryview, name: str) -> tuple[Integers, bytes | memoryview]:
+def _first(data: memoryview, name: str) -> tuple[Integers, memoryview]:
     """The first matrix, and the bytes behind it."""
     from iobs.models import entropy_code_numba as kernel
 
@@ -231,9 +232,9 @@ def _fitted(
         counts: how often the class has this integer and each one behind it.
         squares: sum of the squares of its integers, with raw bits.
     """
-    found = np.flatnonzero(counts)
-    low, top = least + int(found[0]), least + int(found[-1])
-    counts = counts[found[0] : found[-1] + 1]
+    places = np.flatnonzero(counts)
+    low, top = least + int(places[0]), least + int(places[-1])
+    counts = counts[places[0] : places[-1] + 1]
     middle = round(math.log2(max(math.sqrt(squares / int(counts.sum())), 2.0**-10)) * _OCTAVE)
 
     def lengths(places: list[tuple[int, int]]) -> list[float]:

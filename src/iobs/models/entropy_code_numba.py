@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint16]
 Small = NDArray[np.int8]
+Codes = NDArray[np.int16]
 Places = NDArray[np.int64]
 
 _BITS = 14  # precision of tables
@@ -43,7 +44,7 @@ class Coding(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def _written(
-    codes: NDArray[np.int32],
+    codes: Codes,
     coding: Coding,
     states: Places,
     words: Words,
@@ -90,7 +91,7 @@ def _slots(starts: Words, places: Places, ends: Places) -> NDArray[np.uint16]:
 
 @njit(nogil=True, cache=True)
 def _read(
-    codes: NDArray[np.int32],
+    codes: Codes,
     coding: Coding,
     slots: NDArray[np.uint16],
     states: Places,
@@ -130,7 +131,7 @@ def _read(
 
 
 def encoded(
-    codes: NDArray[np.int32],
+    codes: Codes,
     coding: Coding,
     count: int,
 ) -> Words:
@@ -152,7 +153,7 @@ def decoded(
     words: Words,
     coding: Coding,
     count: int,
-) -> NDArray[np.int32] | None:
+) -> Codes | None:
     """The integers of `encoded`, (rows, columns); None if the words are not theirs."""
     last = words[: 2 * count].astype(np.int64)
     states = (last[::2] << 16) | last[1::2]
@@ -160,7 +161,7 @@ def decoded(
     starts, places = coding.starts, coding.places
     falls = np.append(np.flatnonzero(np.diff(starts.astype(np.int64)) < 0), len(starts) - 1)
     ends = falls[np.searchsorted(falls, places + 1)]
-    codes = np.empty((len(coding.rows), len(coding.columns)), np.int32)
+    codes = np.empty((len(coding.rows), len(coding.columns)), np.int16)
     padded = np.append(words[2 * count :], np.zeros(2, np.uint16))
     read = _read(codes, coding, _slots(starts, places, ends), states, padded)
     return codes if read else None

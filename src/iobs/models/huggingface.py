@@ -24,7 +24,7 @@ from iobs.core.files import packed_hint, weight_files
 from iobs.errors import ModelError, first_line
 from iobs.models.loaded import LoadedModel, Task, Tokenizer
 from iobs.models.output import REPORTS, copy_companions
-from iobs.models.packed_files import dense_entries
+from iobs.models.packed_files import dense_entries, require_quantizer
 from iobs.models.sixteen_bits import quick, stored_as_half, widen
 from iobs.models.vision_shim import ensure_torchvision
 
@@ -73,7 +73,10 @@ def load_pretrained(
             its class, or the hub cannot be reached.
     """
     is_directory = Path(source).is_dir()
-    files = check_directory(Path(source), allow_pickle) if is_directory and weights is None else []
+    files = []
+    if is_directory and weights is None:
+        files = check_directory(Path(source), allow_pickle)
+        require_quantizer(Path(source))
     stored = stored_dtype(files)
     ensure_torchvision()
     import transformers
@@ -256,17 +259,13 @@ def check_directory(directory: Path, allow_pickle: bool) -> list[Path]:
                 f"{directory} holds pickled weights ({pickled[0]}), which can run any code while they load. Convert "
                 "them to safetensors, or pass --allow-pickle if you trust their origin."
             )
-    for shard in shards:
-        _check_shard(shard)
+    for file in shards:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged or cut short ({error}); copy it again.") from error
     return shards
-
-
-def _check_shard(file: Path) -> None:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            opened.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged or cut short ({error}); copy it again.") from error
 
 
 def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remote_code: bool) -> Any:

@@ -92,7 +92,8 @@ def _explaining(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if isinstance(error, OutputError) or _is_foreign(directory, error):
             raise
-        raise _explained(directory, error) from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise OutputError(f"{directory} could not be written ({reason}); nothing was left behind.") from error
 
 
 def _is_foreign(directory: Path, error: OSError | SafetensorError) -> bool:
@@ -119,7 +120,8 @@ def destination(folder: Path) -> Path:
 
 def _make_readable(temporary: Path) -> None:
     """Set the usual permissions: tempfile and safetensors create files that only their owner can read."""
-    mask = _umask()
+    mask = os.umask(0)  # which can only be read by a change
+    os.umask(mask)
     with suppress(PermissionError):  # a file system without such modes
         temporary.chmod(0o777 & ~mask)
         for file in temporary.rglob("*"):
@@ -142,17 +144,6 @@ def _move_up(temporary: Path, directory: Path) -> None:
         for before, after in reversed(moved):
             after.rename(before)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _explained(directory: Path, error: Exception) -> OutputError:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return OutputError(f"{directory} could not be written ({reason}); nothing was left behind.")
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".packed")

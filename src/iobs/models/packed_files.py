@@ -2,18 +2,23 @@
 
 A packed file is a safetensors file. Its tensors have the names of the dense ones: packed tensors (`packed_tensors`) are
 lists of uint8, the others are stored as they are. A float32 tensor whose numbers are all exact in bfloat16 or float16
-is stored so. The metadata tell the version, the check sums of tensors that are stored as they are, and the dtypes of
-those that are stored in another one. A directory has the files of the dense model otherwise; its config.json names the
-quantiser with which transformers reads it (`iobs.quantizer`).
+is stored so. The metadata tell the version, and of the tensors in the order of their names: a letter for the dtype that
+each has when it is dense, a capital if it is stored as it is; and the check sums of those that are. They repeat no
+name: small networks have short files. A directory has the files of the dense model otherwise; its config.json names
+the quantiser with which transformers reads it (`iobs.quantizer`). Without a config.json the small tensors that are
+stored as they are, such as those of batch norms, are joined to one, and the metadata list their names, dtypes and
+shapes: the header would take more bytes for each than its numbers.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import struct
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +29,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from iobs.core.files import PACKED, expanded, is_packed_file, weight_files
+from iobs.core.files import (
+    ENTRY_BYTES,
+    JOINED_BYTES,
+    PACKED,
+    compressed_text,
+    expanded,
+    from_compressed_text,
+    is_packed_file,
+    weight_files,
+)
+from iobs.core.slices import is_exact, slices
 from iobs.errors import ModelError, NonFiniteError
 from iobs.models.output import copy_companions
 from iobs.models.packed_tensors import MOST_HEAD, entry_of, pack_code, parts_of, shortest, unpack_tensor
@@ -33,9 +48,14 @@ from iobs.models.weights import DTYPES, Entry, ShardWriter, plain_names, read_en
 from iobs.pruning.runtime.scratch import scratch_folder
 
 SUFFIX = ".packed"  # of files that are ready to run
-_VERSION, _READABLE = 2, (1, 2)  # version 1 has no code of exponents
+_VERSION = 3  # 1 has no code of exponents; 1 and 2 name the tensors in the metadata
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_LETTERS = dict(zip("abcdefghijklmno", DTYPES.values(), strict=True))  # new ones go to the end
+_LETTER_OF = {dtype: letter for letter, dtype in _LETTERS.items()}
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _HALVES = (torch.bfloat16, torch.float16)
+_SUM = struct.Struct("<I")
+_JOINED = "iobs:joined"  # the name of the joined tensors; they lie in it in the order of their list
 _CONFIG, _QUANTIZATION = "config.json", "quantization_config"
 _QUANTIZER = {"quant_method": "iobs", "dequantize": True}
 
@@ -63,29 +83,59 @@ class PackedFile:
     metadata: dict[str, str] = field(init=False)
     _sums: dict[str, int] = field(init=False)  # of tensors that are stored as they are
     _stored: dict[str, Entry] = field(init=False)
+    _joined: dict[str, slice] = field(init=False, default_factory=dict)  # bytes of the joined tensors
 
     def __post_init__(self) -> None:
         self._stored, self.metadata = read_entries(self.file)
         try:
             stated = json.loads(self.metadata.pop(PACKED))
             version = stated["version"]
-            if version in _READABLE:
+            if version in (1, 2):
                 self._sums = {str(name): int(value) for name, value in stated["sums"].items()}
                 dtypes = {str(name): _DTYPES[value] for name, value in stated["dtypes"].items()}
-        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            elif version == _VERSION:
+                self._join(stated)
+                self._sums, dtypes = _read_stated(stated, sorted(self._stored), self._joined)
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise ModelError(
                 f"{self.file} is no packed file of iobs; give a directory that iobs pack wrote."
             ) from error
-        if version not in _READABLE:
+        if version not in range(1, _VERSION + 1):
             raise ModelError(f"{self.file} is a packed file of version {version}; install the iobs that wrote it.")
-        if lost := [name for name in (*self._sums, *dtypes) if name not in self._stored]:
+        if lost := [name for name in (*self._sums, *dtypes) if name not in {**self._stored, _JOINED: None}]:
             raise ModelError(f"{self.file} is damaged ({lost[0]!r} is not there); copy or pack it again.")
         with self._opened() as opened:
             entries = {
-                name: entry if name in self._sums else entry_of(_bytes(opened.get_slice(name)[:MOST_HEAD]), name)
+                name: entry if self._is_plain(name) else entry_of(_bytes(opened.get_slice(name)[:MOST_HEAD]), name)
                 for name, entry in self._stored.items()
             }
         self.entries = {name: Entry(dtypes.get(name, entry.dtype), entry.shape) for name, entry in entries.items()}
+
+    def _join(self, stated: Mapping[str, str]) -> None:
+        """Put the joined tensors in the place of the one that holds them; raises ValueError if they do not fill it."""
+        if "joined" not in stated:
+            return
+        stop, whole = 0, self._stored.pop(_JOINED)
+        for name, letter, shape in from_compressed_text(stated["joined"]):
+            entry = Entry(_LETTERS[letter], tuple(shape))
+            start, stop = stop, stop + entry.bytes
+            self._stored[name], self._joined[name] = entry, slice(start, stop)
+        if stop != whole.bytes:
+            raise ValueError("the joined tensors have other bytes than their shapes")
+
+    def _is_plain(self, name: str) -> bool:
+        """True if a tensor is stored as it is."""
+        return name in self._sums or name in self._joined
+
+    def _raw(self, opened: Any, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        if name not in self._joined:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+        whole: Tensor = opened.get_tensor(_JOINED)
+        entry = self._stored[name]
+        self._check_plain(_JOINED, _bytes(whole))
+        return whole[self._joined[name]].clone().view(entry.dtype).reshape(entry.shape)
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, dense; as many are decoded at once as torch has threads.
@@ -97,7 +147,7 @@ class PackedFile:
         with self._opened() as opened, ThreadPoolExecutor(workers) as pool:
             coming: deque[tuple[str, Future[Tensor]]] = deque()
             for name in self._stored:
-                coming.append((name, pool.submit(self._dense, name, opened.get_tensor(name))))
+                coming.append((name, pool.submit(self._dense, name, self._raw(opened, name))))
                 if len(coming) > workers:
                     first, future = coming.popleft()
                     yield first, future.result()
@@ -111,7 +161,7 @@ class PackedFile:
             ModelError: the file is damaged.
         """
         for name, data in self._each():
-            if name not in self._sums:
+            if not self._is_plain(name):
                 parts_of(data, name)
 
     def parts(self) -> dict[str, dict[str, int]]:
@@ -121,25 +171,25 @@ class PackedFile:
             ModelError: the file is damaged.
         """
         return {
-            name: {"dense": len(data)} if name in self._sums else parts_of(data, name) for name, data in self._each()
+            name: {"dense": len(data)} if self._is_plain(name) else parts_of(data, name) for name, data in self._each()
         }
 
-    def _each(self) -> Iterator[tuple[str, bytes]]:
+    def _each(self) -> Iterator[tuple[str, memoryview]]:
         """The checked bytes of every tensor."""
         with self._opened() as opened:
             for name in self._stored:
-                data = _bytes(opened.get_tensor(name))
+                data = _bytes(self._raw(opened, name))
                 self._check_plain(name, data)
                 yield name, data
 
     def _dense(self, name: str, stored: Tensor) -> Tensor:
-        if name in self._sums:
+        if self._is_plain(name):
             self._check_plain(name, _bytes(stored))
         else:
             stored = unpack_tensor(_bytes(stored), name)
         return stored.to(self.entries[name].dtype)
 
-    def _check_plain(self, name: str, data: bytes) -> None:
+    def _check_plain(self, name: str, data: memoryview) -> None:
         if self._sums.get(name, zlib.crc32(data)) != zlib.crc32(data):
             raise ModelError(f"{self.file} is damaged ({name!r} has changed); copy or pack it again.")
 
@@ -152,8 +202,44 @@ class PackedFile:
             raise ModelError(f"{self.file} is damaged ({error}); copy or pack it again.") from error
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _stated(dtypes: Mapping[str, torch.dtype], sums: Mapping[str, int], joined: Mapping[str, Entry]) -> str:
+    """The metadata of a packed file.
+
+    Args:
+        dtypes: of all tensors, dense.
+        sums: of those that are stored as they are, and of the joined ones together.
+        joined: the joined tensors.
+    """
+    letters = {name: _LETTER_OF[dtype] for name, dtype in sorted(dtypes.items())}
+    tensors = "".join(letter.upper() if name in sums or name in joined else letter for name, letter in letters.items())
+    numbers = b"".join(_SUM.pack(sums[name]) for name in sorted(sums))
+    stated = {"version": _VERSION, "tensors": tensors, "sums": base64.b85encode(numbers).decode("ascii")}
+    if joined:
+        listed = [(name, _LETTER_OF[entry.dtype], entry.shape) for name, entry in joined.items()]
+        stated["joined"] = compressed_text(listed)
+    return json.dumps(stated, separators=(",", ":"))
+
+
+def _read_stated(
+    stated: Mapping[str, str], names: Sequence[str], joined: Collection[str]
+) -> tuple[dict[str, int], dict[str, torch.dtype]]:
+    """Sums and dtypes that `_stated` wrote; raises LookupError, ValueError or struct.error if there are none.
+
+    Args:
+        stated: the metadata.
+        names: of the tensors, in order.
+        joined: names of the joined ones.
+    """
+    letters = dict(zip(names, stated["tensors"], strict=True))
+    plain = [name for name, letter in letters.items() if letter.isupper() and name not in joined]
+    plain = sorted([*plain, _JOINED]) if joined else plain
+    numbers = _SUM.iter_unpack(base64.b85decode(stated["sums"]))
+    sums = {name: number for name, (number,) in zip(plain, numbers, strict=True)}
+    return sums, {name: _LETTERS[letter.lower()] for name, letter in letters.items()}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def dense_entries(file: Path) -> dict[str, Entry]:
@@ -180,6 +266,21 @@ def files_with_codes(path: str | Path) -> list[Path]:
     return packed
 
 
+def require_quantizer(directory: Path) -> None:
+    """Raise if transformers would take the packed weights of a directory for dense ones.
+
+    Raises:
+        ModelError: there are packed files, and config.json does not name their quantiser.
+    """
+    config = directory / _CONFIG
+    if not files_with_codes(directory):
+        return
+    stated = _settings(config).get(_QUANTIZATION)
+    if not isinstance(stated, dict) or stated.get("quant_method") != _QUANTIZER["quant_method"]:
+        missing = json.dumps({_QUANTIZATION: _QUANTIZER})[1:-1]
+        raise ModelError(f"{config} does not say that the weights beside it are packed; add {missing} to it.")
+
+
 def fill_from_files(module: nn.Module, files: Sequence[Path]) -> nn.Module:
     """Fill a module of the same architecture with the tensors of packed files, few at a time, in their floating dtypes.
 
@@ -202,13 +303,14 @@ def fill_from_files(module: nn.Module, files: Sequence[Path]) -> nn.Module:
 # ---- Writing
 
 
-def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+def pack(shard: Path, target: Path, dtype: torch.dtype | None = None, joins: bool = False) -> None:
     """Write a file of weights as a packed file, one tensor at a time.
 
     Args:
         shard: the file of weights.
         target: the packed file.
         dtype: to which numbers without codes are rounded; None: nothing is rounded.
+        joins: join small tensors that are stored as they are. transformers cannot read such a file.
 
     Raises:
         ModelError: the file is damaged, or packed already.
@@ -219,15 +321,12 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
         raise ModelError(f"{shard} is packed already; unpack it first: iobs pack --unpack.")
     packed: dict[str, Entry] = {}
     plain: dict[str, Entry] = {}
-    dtypes: dict[str, str] = {}
     body = target.with_name(f"{target.name}.body")
     try:
         with body.open("wb") as written:
             for name in entries:
                 tensor = _mapped(shard, name)
-                data, stored = _shortest(tensor, name, dtype)
-                if stored.dtype is not tensor.dtype:
-                    dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+                data, stored = _shortest(tensor, name, dtype, joins)
                 if data is None:
                     plain[name] = Entry(stored.dtype, tuple(stored.shape))
                 else:
@@ -235,11 +334,20 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None) -> None:
                     written.write(data)
             # Wide elements first, packed tensors last: each then begins at a multiple of the size of its element.
             plain = dict(sorted(plain.items(), key=lambda item: -item[1].dtype.itemsize))
-            sums = {name: zlib.crc32(_bytes(_mapped(shard, name).to(entry.dtype))) for name, entry in plain.items()}
-            stated = json.dumps({"version": _VERSION, "sums": sums, "dtypes": dtypes})
-        with ShardWriter(target, {**plain, **packed}, {**metadata, PACKED: stated}) as writer:
-            for name, entry in plain.items():
+            joined = {name: entry for name, entry in plain.items() if joins and entry.bytes <= JOINED_BYTES}
+            alone = {name: entry for name, entry in plain.items() if name not in joined}
+            sums = {name: zlib.crc32(_bytes(_mapped(shard, name).to(entry.dtype))) for name, entry in alone.items()}
+            parts = [bytes(_bytes(_mapped(shard, name).to(entry.dtype))) for name, entry in joined.items()]
+            if joined:
+                whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if any(parts) else _NOTHING
+                sums[_JOINED] = zlib.crc32(_bytes(whole))
+            stated = _stated({name: entry.dtype for name, entry in entries.items()}, sums, joined)
+        together = {_JOINED: Entry(torch.uint8, tuple(whole.shape))} if joined else {}
+        with ShardWriter(target, {**alone, **together, **packed}, {**metadata, PACKED: stated}) as writer:
+            for name, entry in alone.items():
                 writer.put(name, _mapped(shard, name).to(entry.dtype))
+            if joined:
+                writer.put(_JOINED, whole)
             writer.append(body, packed)
     except SafetensorError as error:
         raise ModelError(f"{shard} is damaged ({error}); copy it again.") from error
@@ -254,20 +362,22 @@ def _mapped(file: Path, name: str) -> Tensor:
         return tensor
 
 
-def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None) -> tuple[bytes | None, Tensor]:
+def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None, joins: bool) -> tuple[bytes | None, Tensor]:
     """The packed tensor, None if it is stored as it is; and the tensor in the dtype that is stored.
 
-    A code is looked for first, since it takes no other dtype.
+    A code is looked for first, since it takes no other dtype. Of tensors that may be joined, which take little of the
+    header, only those that packing makes shorter by more than that are packed.
     """
     code = pack_code(tensor)
     if code is None and dtype is not None and _is_wider(tensor, dtype):
-        rounded = tensor.to(dtype)
-        if bool((rounded.isinf() & ~tensor.isinf()).any()):
+        flat = tensor.flatten()
+        parts = (flat[part] for part in slices(flat.shape))
+        if any(bool((part.to(dtype).isinf() & ~part.isinf()).any()) for part in parts):
             raise NonFiniteError(f"{name} has numbers that are too large for {dtype}; bfloat16 holds them.")
-        tensor = rounded
-    halves = [half for half in _HALVES if _is_wider(tensor, half) and torch.equal(tensor.to(half).to(tensor), tensor)]
+        tensor = tensor.to(dtype)
+    halves = [half for half in _HALVES if _is_wider(tensor, half) and is_exact(tensor, half)]
     narrow = tensor.to(halves[0]) if halves else tensor
-    data = shortest(code, narrow)
+    data = shortest(code, narrow, ENTRY_BYTES if joins and narrow.nbytes <= JOINED_BYTES else 0)
     return data, tensor if data is not None and data is code else narrow
 
 
@@ -294,7 +404,7 @@ def pack_directory(source: Path, target: Path, dtype: torch.dtype | None) -> Non
             raise ModelError(f"{source} cannot be packed: {reason}. Pack the dense model.")
         _write_settings(config, {**settings, _QUANTIZATION: _QUANTIZER})
     for shard in shards:
-        pack(shard, target / shard.name, dtype)
+        pack(shard, target / shard.name, dtype, joins=not config.is_file())
 
 
 def unpack(path: str | Path, directory: Path) -> None:

@@ -19,10 +19,11 @@ their number as uint64. So a mask of 2:4 takes .65 bits an entry, and one of 90 
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,10 +34,12 @@ from iobs.core.exponents import words_of
 from iobs.core.grids import codes_and_scales, over_columns
 from iobs.core.integers import Integers, looks_coded, matrices_of
 from iobs.core.patterns import Grid
+from iobs.core.slices import slices
 from iobs.errors import ModelError, PatternError
 from iobs.models import entropy_code
 from iobs.models.weights import DTYPES, Entry
 
+_Body = Sequence[bytes | memoryview]  # parts that follow each other
 MARK = b"\x8fiobs\r\n\x01"
 MOST_HEAD = 64  # bytes that hold every head
 _INTEGERS, _GRID, _MASK, _VALUES = range(4)
@@ -63,30 +66,38 @@ def pack_code(tensor: Tensor) -> bytes | None:
     """The bytes of a tensor of integers times steps, or on a grid; None for others."""
     if not _is_packable(tensor) or tensor.element_size() == 1:  # torch cannot say the signs of floats of 8 bits
         return None
-    negative_zeros = bool((tensor == 0).logical_and(tensor.signbit()).any())
-    found = None if negative_zeros else _coded(tensor)
-    return None if found is None else _whole(*found, tensor)
+    flat = tensor.flatten()
+    parts = (flat[part] for part in slices(flat.shape))
+    negative_zeros = any(bool((part == 0).logical_and(part.signbit()).any()) for part in parts)
+    code = None if negative_zeros else _coded(tensor)
+    return None if code is None else _whole(*code, tensor)
 
 
-def shortest(code: bytes | None, tensor: Tensor) -> bytes | None:
-    """The shorter of the code of a tensor, if it has one, and its values; None if the tensor itself is as short."""
+def shortest(code: bytes | None, tensor: Tensor, beside: int = 0) -> bytes | None:
+    """The shorter of the code of a tensor, if it has one, and its values; None if the tensor itself is as short.
+
+    Args:
+        code: of the tensor.
+        tensor: as it would be stored.
+        beside: bytes that a packed tensor takes elsewhere.
+    """
     forms = [] if code is None else [code]
     # Values take a byte and more, unless there are many zeros.
     if _is_packable(tensor) and (code is None or len(code) > tensor.numel()):
         forms.insert(0, _whole(_VALUES, _values_body(tensor), tensor))
-    found = min(forms, key=len, default=None)
-    return found if found is not None and len(found) < tensor.nbytes else None
+    shorter = min(forms, key=len, default=None)
+    return shorter if shorter is not None and len(shorter) + beside < tensor.nbytes else None
 
 
 def _is_packable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 0 and tensor.ndim <= _MOST_DIMENSIONS
 
 
-def _whole(form: int, body: bytes, tensor: Tensor) -> bytes:
+def _whole(form: int, body: _Body, tensor: Tensor) -> bytes:
     """A body with its head and sum."""
     head = _HEAD.pack(MARK, form, _DTYPES.index(tensor.dtype), tensor.ndim)
-    whole = head + struct.pack(f"<{tensor.ndim}I", *tensor.shape) + body
-    return whole + _SUM.pack(zlib.crc32(whole))
+    parts = [head, struct.pack(f"<{tensor.ndim}I", *tensor.shape), *body]
+    return b"".join([*parts, _SUM.pack(functools.reduce(lambda before, part: zlib.crc32(part, before), parts, 0))])
 
 
 def is_packed_tensor(tensor: Tensor) -> bool:
@@ -94,7 +105,7 @@ def is_packed_tensor(tensor: Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.ndim == 1 and bytes(tensor[: len(MARK)].tolist()) == MARK
 
 
-def unpack_tensor(data: bytes, name: str) -> Tensor:
+def unpack_tensor(data: bytes | memoryview, name: str) -> Tensor:
     """The tensor of some bytes.
 
     Args:
@@ -114,7 +125,7 @@ def unpack_tensor(data: bytes, name: str) -> Tensor:
         raise _damaged(name) from error
 
 
-def entry_of(head: bytes, name: str) -> Entry:
+def entry_of(head: bytes | memoryview, name: str) -> Entry:
     """The dtype and the shape of a packed tensor, from its first bytes.
 
     Raises:
@@ -130,7 +141,7 @@ def entry_of(head: bytes, name: str) -> Entry:
         raise _damaged(name) from error
 
 
-def parts_of(data: bytes, name: str) -> dict[str, int]:
+def parts_of(data: bytes | memoryview, name: str) -> dict[str, int]:
     """Bytes of the parts of a packed tensor; their sum is that of all bytes.
 
     Raises:
@@ -173,7 +184,7 @@ def _parts(form: int, body: memoryview, entry: Entry) -> dict[str, int]:
     return parts
 
 
-def _opened(data: bytes, name: str) -> tuple[Entry, int, memoryview]:
+def _opened(data: bytes | memoryview, name: str) -> tuple[Entry, int, memoryview]:
     """Entry, form and body of checked bytes."""
     entry, (sum_of,) = entry_of(data, name), _SUM.unpack(data[-_SUM.size :])
     if zlib.crc32(memoryview(data)[: -_SUM.size]) != sum_of:
@@ -188,40 +199,52 @@ def _damaged(name: str) -> ModelError:
 # ---- Forms
 
 
-def _coded(tensor: Tensor) -> tuple[int, bytes] | None:
+def _coded(tensor: Tensor) -> tuple[int, _Body] | None:
     """The form and the shorter body of a tensor of integers times steps, or on a grid; None for others."""
-    ways = []
-    if looks_coded(tensor):
-        candidates = ([Integers.of(matrix) for matrix in matrices] for matrices in matrices_of(tensor))
-        ways = [[matrix for matrix in way if matrix is not None] for way in candidates if all(way)]
-    shortest = min(ways, key=lambda way: sum(matrix.bits() for matrix in way), default=None)
-    bits = math.inf if shortest is None else sum(matrix.bits() for matrix in shortest)
-    body = _grid_body(tensor, _FINEST if bits > _FINEST * int(tensor.count_nonzero()) else _COARSE)
-    if shortest is not None and (body is None or bits < 8 * len(body)):
-        return _INTEGERS, b"".join(map(entropy_code.encode, shortest))
-    return None if body is None else (_GRID, body)
+    ways = map(_integers_body, matrices_of(tensor)) if looks_coded(tensor) else ()
+    bits, integers = min(ways, key=lambda way: way[0], default=(math.inf, []))
+    grid = _grid_body(tensor, _FINEST if bits > _FINEST * int(tensor.count_nonzero()) else _COARSE)
+    if bits < (math.inf if grid is None else 8 * sum(map(len, grid))):
+        return _INTEGERS, integers
+    return None if grid is None else (_GRID, grid)
+
+
+def _integers_body(matrices: list[Tensor]) -> tuple[float, _Body]:
+    """Counted bits, and the body, of matrices of integers times steps; infinite if one of them is none."""
+    bits, body = 0.0, []
+    for matrix in matrices:
+        integers = Integers.of(matrix)
+        if integers is None:
+            return math.inf, []
+        bits += integers.bits()
+        body.append(entropy_code.encode(integers))
+    return bits, body
 
 
 def _of_integers(body: memoryview, name: str, entry: Entry) -> Tensor:
-    matrices = [matrix.weight(entry.dtype).flatten() for matrix in entropy_code.decode(body, repr(name))]
-    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    dense, place = torch.empty(math.prod(entry.shape), dtype=entry.dtype), 0
+    for matrix in entropy_code.decode(body, repr(name)):
+        part = dense[place : place + matrix.codes.numel()].view(matrix.codes.shape)
+        matrix.write(part)
+        place += part.numel()
+    return dense
 
 
-def _values_body(tensor: Tensor) -> bytes:
+def _values_body(tensor: Tensor) -> _Body:
     """The body of a tensor of any values; with a mask if that is shorter."""
     words = words_of(tensor)
-    mask = words != 0
-    masked = int((~mask).sum()) * max(1, 8 * (words.element_size() - 1)) > len(mask)  # bits of zeros that it saves
-    code, rest = exponents.encode(words[mask] if masked else words)
-    mask_form, written = _written_mask(mask) if masked else (_NO_MASK, b"")
-    return _VALUES_HEAD.pack(mask_form, len(code)) + written + code + rest
+    zeros = len(words) - int(words.count_nonzero())
+    masked = zeros * max(1, 8 * (words.element_size() - 1)) > len(words)  # bits of zeros that a mask saves
+    mask_form, written = _written_mask(words) if masked else (_NO_MASK, b"")
+    code, rest = exponents.encode(words, masked)
+    return [_VALUES_HEAD.pack(mask_form, len(code)), written, code, rest]
 
 
 def _of_values(body: memoryview, name: str, entry: Entry) -> Tensor:
     count = math.prod(entry.shape)
     mask_form, size = _VALUES_HEAD.unpack_from(body)
     chosen, body = _mask_of(body[_VALUES_HEAD.size :], mask_form, count)
-    kept = count if chosen is None else int(chosen.sum())
+    kept = count if chosen is None else int(chosen.count_nonzero())
     values = exponents.decode(body[:size], body[size:], kept, entry.dtype)
     return (values if chosen is None else _scattered(values, chosen)).view(entry.dtype)
 
@@ -233,10 +256,11 @@ def _of_mask(body: memoryview, name: str, entry: Entry) -> Tensor:
     return _scattered(values, chosen).view(entry.dtype)
 
 
-def _written_mask(mask: Tensor) -> tuple[int, bytes]:
-    """The shorter form of a mask (entries,), and its bytes."""
-    bits = np.packbits(mask.numpy(), bitorder="little").tobytes()
-    code = exponents.huffman(bits)
+def _written_mask(words: Tensor) -> tuple[int, bytes]:
+    """The shorter form of the mask of words (entries,), and its bytes."""
+    parts = ((words[part] != 0).numpy() for part in slices(words.shape))
+    bits = b"".join(np.packbits(part, bitorder="little").tobytes() for part in parts)
+    code = exponents.huffman([bits])
     return (_CODED, _SIZE.pack(len(code)) + code) if _SIZE.size + len(code) < len(bits) else (_BITS, bits)
 
 
@@ -262,32 +286,27 @@ def _mask_of(body: memoryview, form: int, count: int) -> tuple[Tensor | None, me
     size = _mask_bytes(body, form, count)
     written = exponents.inflated(body[_SIZE.size : size], (count + 7) // 8) if form == _CODED else body[:size]
     bits = np.unpackbits(np.frombuffer(written, np.uint8, (count + 7) // 8), count=count, bitorder="little")
-    return torch.from_numpy(bits).bool(), body[size:]
+    return torch.from_numpy(bits).view(torch.bool), body[size:]
 
 
 def _scattered(values: Tensor, chosen: Tensor | None) -> Tensor:
     """Values at the places of a mask, and zeros; raises ValueError if they are not as many."""
-    if chosen is None or int(chosen.sum()) != len(values):
+    if chosen is None or int(chosen.count_nonzero()) != len(values):
         raise ValueError("the values of a mask are not as many as its bits")
-    words = torch.zeros(len(chosen), dtype=values.dtype)
-    words[chosen] = values
-    return words
+    return torch.zeros(len(chosen), dtype=values.dtype).masked_scatter_(chosen, values)
 
 
-def _layouts(tensor: Tensor) -> list[Tensor]:
-    """Ways to read a tensor as a matrix whose rows are divided into groups: as it is; rows of experts; transposed."""
-    stacked = tensor.ndim in (2, 3)
-    turned = [tensor.flatten(0, -2), tensor.transpose(-1, -2).flatten(0, -2)] if stacked else []
-    return [tensor.flatten(1), *turned]
+def _laid_out(tensor: Tensor, layout: int) -> Tensor:
+    """A tensor as a matrix whose rows are divided into groups: 0 as it is; 1 rows of experts; 2 transposed."""
+    return tensor.flatten(1) if layout == 0 else (tensor if layout == 1 else tensor.mT).flatten(0, -2)
 
 
-def _grid_body(tensor: Tensor, most_bits: int) -> bytes | None:
+def _grid_body(tensor: Tensor, most_bits: int) -> _Body | None:
     """The body of a tensor on a grid; None if it is on none of those that are looked for."""
     if tensor.ndim < 2 or tensor.dtype.itemsize < 2 or not bool(tensor.any()):  # zeros are integers
         return None
-    for layout, matrix in enumerate(_layouts(tensor)):
-        if layout == 1 and tensor.ndim == 2:  # the same as the first
-            continue
+    for layout in {2: (0, 2), 3: (0, 1, 2)}.get(tensor.ndim, (0,)):
+        matrix = _laid_out(tensor, layout)
         for grid in _grids(matrix, most_bits):
             try:
                 # Columns of small integers times a step are on a grid, but not all columns.
@@ -295,7 +314,7 @@ def _grid_body(tensor: Tensor, most_bits: int) -> bytes | None:
                 codes, scales = codes_and_scales(matrix, grid)
             except PatternError:
                 continue
-            body = _written(tensor, layout, grid, codes, scales)
+            body = _written(matrix, layout, grid, codes, scales)
             if body is not None:
                 return body
     return None
@@ -313,30 +332,34 @@ def _grids(matrix: Tensor, most_bits: int) -> Iterator[Grid]:
         yield from (Grid(bits, group) for group, most in magnitudes.items() if most < 2 ** (bits - 1))
 
 
-def _written(tensor: Tensor, layout: int, grid: Grid, codes: Tensor, scales: Tensor) -> bytes | None:
-    """The body of a tensor on a grid, if its products in some dtype, and scales in 16 bits, are exact."""
+def _written(matrix: Tensor, layout: int, grid: Grid, codes: Tensor, scales: Tensor) -> _Body | None:
+    """The body of a matrix on a grid, if its products in some dtype, and scales in 16 bits, are exact."""
     halves = (torch.bfloat16, torch.float16)
     half = next((dtype for dtype in halves if torch.equal(scales.to(dtype).float(), scales)), None)
-    matrix = _layouts(tensor)[layout]
     if half is None:
         return None
-    for products in (tensor.dtype, *halves):
-        if torch.equal(_product(codes, scales, grid, products).to(tensor.dtype), matrix):
+
+    def is_product(part: slice, dtype: torch.dtype) -> bool:
+        return torch.equal(_product(codes[part], scales[part], grid, dtype).to(matrix.dtype), matrix[part])
+
+    for products in (matrix.dtype, *halves):
+        if all(is_product(part, products) for part in slices(matrix.shape)):
             planes = scales.to(half).view(torch.uint8).reshape(-1, 2).T.contiguous().numpy().tobytes()
-            packed, mask = zlib.compress(planes, 9), codes.flatten() != 0
-            mask_form, body = _NO_MASK, _multiples(codes)
-            if int(mask.sum()) < _MANY * len(mask):
-                form, bits = _written_mask(mask)
-                kept = bits + _multiples(_in_rows(codes.flatten()[mask]))
-                mask_form, body = (form, kept) if len(kept) < len(body) else (mask_form, body)
+            packed, flat = zlib.compress(planes, 9), codes.flatten()
+            mask_form, mask, multiples = _NO_MASK, b"", _multiples(codes)
+            if int(flat.count_nonzero()) < _MANY * len(flat):
+                form, bits = _written_mask(flat)
+                kept = _multiples(_in_rows(torch.cat([flat[part][flat[part] != 0] for part in slices(flat.shape)])))
+                if len(bits) + len(kept) < len(multiples):
+                    mask_form, mask, multiples = form, bits, kept
             dtypes = _DTYPES.index(products), _DTYPES.index(half)
             numbers = layout, grid.bits, *dtypes, mask_form, grid.group, len(packed)
-            return _GRID_HEAD.pack(*numbers) + packed + body
+            return [_GRID_HEAD.pack(*numbers), packed, mask, multiples]
     return None
 
 
 def _multiples(codes: Tensor) -> bytes:
-    return entropy_code.encode(Integers(codes.to(torch.int32), torch.ones(codes.shape[1]), torch.ones(len(codes))))
+    return entropy_code.encode(Integers(codes, torch.ones(codes.shape[1]), torch.ones(len(codes))))
 
 
 def _in_rows(codes: Tensor) -> Tensor:
@@ -347,15 +370,17 @@ def _in_rows(codes: Tensor) -> Tensor:
 def _of_grid(body: memoryview, name: str, entry: Entry) -> Tensor:
     layout, bits, products, half, mask_form, group, size = _GRID_HEAD.unpack_from(body)
     scales, body = body[_GRID_HEAD.size : _GRID_HEAD.size + size], body[_GRID_HEAD.size + size :]
-    matrix = _layouts(torch.empty(entry.shape, device="meta"))[layout]
+    matrix = _laid_out(torch.empty(entry.shape, device="meta"), layout)
     chosen, body = _mask_of(body, mask_form, matrix.numel())
     (integers,) = entropy_code.decode(body, repr(name))
     codes = integers.codes
     if chosen is not None:
-        codes = _scattered(codes.flatten()[: int(chosen.sum())], chosen).reshape(matrix.shape)
+        codes = _scattered(codes.flatten()[: int(chosen.count_nonzero())], chosen).reshape(matrix.shape)
     planes = torch.frombuffer(bytearray(exponents.inflated(scales, 2 * codes.numel())), dtype=torch.uint8)
     steps = planes.reshape(2, -1).T.contiguous().view(_DTYPES[half]).float().reshape(len(codes), -1)
-    dense = _product(codes, steps, Grid(bits, group), _DTYPES[products]).to(entry.dtype)
+    dense = torch.empty(matrix.shape, dtype=entry.dtype)
+    for part in slices(dense.shape):
+        dense[part] = _product(codes[part], steps[part], Grid(bits, group), _DTYPES[products])
     return dense if layout < 2 else dense.reshape(*entry.shape[:-2], entry.shape[-1], -1).transpose(-1, -2)
 
 

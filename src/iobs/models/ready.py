@@ -24,6 +24,7 @@ from iobs.inference.formats import FORMATS, StoredMatrix, require_valid
 from iobs.inference.fused import can_fuse, fuse
 from iobs.inference.storing import replace_layers, stored_matrices
 from iobs.models.weights import (
+    DTYPE_NAMES,
     DTYPES,
     Entry,
     ShardWriter,
@@ -35,7 +36,6 @@ from iobs.pruning.network.layers import same_tensors
 
 _TABLE = "iobs_matrices"
 _WEIGHT = "weight"
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def write_ready(module: nn.Module, file: Path, precision: Precision) -> None:
             table[layer] = {
                 "format": matrix.format,
                 "shape": list(dense.shape),
-                "dtype": _DTYPE_NAMES[dense.dtype],
+                "dtype": DTYPE_NAMES[dense.dtype],
                 "tied": len(layers) < len(names),
                 "tensors": layers[0],
             }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from iobs.core.integers import looks_coded
+from iobs.core.slices import is_exact
 
 _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
@@ -60,9 +61,7 @@ def stored_as_half(module: nn.Module) -> Iterator[None]:
     Integers times steps stay in float32, where their products are exact, so that their code does not get lost.
     """
     widened = [
-        (tensor, dtype)
-        for tensor, dtype in _widened(module)
-        if torch.equal(tensor.to(dtype).float(), tensor) or not looks_coded(tensor)
+        (tensor, dtype) for tensor, dtype in _widened(module) if is_exact(tensor, dtype) or not looks_coded(tensor)
     ]
     for tensor, dtype in widened:
         tensor.data = tensor.data.to(dtype)

@@ -27,23 +27,26 @@ def ensure_torchvision() -> State:
     Raises:
         ModelError: torchvision is for another release of torch, and more than its operators is missing.
     """
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError, AttributeError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
-            return "absent"
-        if "torchvision::" not in str(error):
-            raise _misfit(error) from error
-    else:
-        return "shimmed" if _declared_operators.cache_info().currsize else "native"
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        del sys.modules[name]
-    _declared_operators()
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+    error = _failure()
+    if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
+        return "absent"
+    if error is not None and "torchvision::" in str(error):
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _declared_operators()
+        error = _failure()
+    if error is not None:
         raise _misfit(error) from error
-    return "shimmed"
+    return "shimmed" if _declared_operators.cache_info().currsize else "native"
+
+
+def _failure() -> Exception | None:
+    """Import torchvision; the error that this raises, or None."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        return error
+    return None
 
 
 def _misfit(error: Exception) -> ModelError:

@@ -18,7 +18,7 @@ from iobs.core.late import library_class
 from iobs.errors import ModelError
 from iobs.pruning.network.layers import same_tensors
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -35,7 +35,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class ShardWriter:
         self.entries, self.places, offset = dict(entries), {}, 0
         for name, entry in entries.items():
             header[name] = {
-                "dtype": _NAMES[entry.dtype],
+                "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "data_offsets": [offset, offset + entry.bytes],
             }
             self.places[name] = offset
             offset += entry.bytes
-        text = json.dumps(header).encode("utf8")
+        text = json.dumps(header, separators=(",", ":")).encode("utf8")
         text += b" " * (-len(text) % 8)
         self.start, self.missing = 8 + len(text), set(entries)
         self.opened: BinaryIO = file.open("wb")
@@ -231,6 +231,6 @@ def _alone(tensor: Tensor, used: set[int]) -> Tensor:
             that of this tensor is added.
     """
     storage = tensor.untyped_storage()
-    whole = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in used
+    whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in used
     used.add(storage.data_ptr())
     return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)

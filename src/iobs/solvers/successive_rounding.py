@@ -128,7 +128,7 @@ class SuccessiveRounding:
                 if j:
                     block[:j].addr_(square[j, :j], residual[j], alpha=-1)
             target[:, : span.start].addmm_(residual.T, lower[span, : span.start], alpha=-1)
-        return Integers(codes.to(torch.int32), steps, torch.ones(len(codes), device=codes.device))
+        return Integers(codes.to(torch.int16), steps, torch.ones(len(codes), device=codes.device))
 
 
 def _fitted(value: Tensor, code: Tensor, step: float) -> float:

@@ -337,6 +337,17 @@ def asked(model, budget, **changes):
     }
 
 
+def test_budget_of_a_small_network_of_many_tensors_is_the_size_of_the_file(tmp_path):
+    """The names, sums and dtypes of its norms take a tenth of it."""
+    torch.manual_seed(0)
+    parts = [[nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()] for _ in range(6)]
+    model = nn.Sequential(nn.Conv2d(3, 32, 1), *(part for block in parts for part in block))
+    iobs.prune(model.eval(), [torch.randn(16, 3, 8, 8) for _ in range(4)], iobs.Budget(bits_per_weight=3), "one-shot")
+    file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
+    asked = 3 / 8 * sum(one.numel() for one in model.parameters())
+    assert 0.97 * asked < file.stat().st_size < 1.005 * asked
+
+
 def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     model, budget = Reader(2048, False), iobs.Budget(megabytes=0.2)
     usual = asked(model, budget)["head"].bits

@@ -140,7 +140,7 @@ def stored_weight(solution: Solution, pattern: Pattern, dtype: torch.dtype) -> T
     if isinstance(pattern, Rate):
         steps, factors = solution.stats["steps"], solution.stats["factors"]
         codes = (solution.weight / (factors[:, None] * steps)).round()
-        return Integers(codes.to(torch.int32), steps, factors).weight(dtype)
+        return Integers(codes.to(torch.int16), steps, factors).weight(dtype)
     if grid is None:
         return solution.weight
     return snapped(solution.weight, solution.stats["scales"], grid, dtype)

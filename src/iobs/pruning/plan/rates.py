@@ -8,12 +8,13 @@ the spreads of its columns in its own metric.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from iobs.core import exponents
+from iobs.core.files import ENTRY_BYTES, JOINED_BYTES, compressed_text
 from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
 from iobs.core.linalg import cholesky
@@ -21,7 +22,7 @@ from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
-from iobs.pruning.network.layers import Layer, same_tensors
+from iobs.pruning.network.layers import Layer, library_class, same_tensors
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings, Rule
@@ -34,8 +35,10 @@ _LEAST_DAMPING = 1e-4  # Grams of few samples are singular
 _FEWEST = 0.05  # bits of an integer, on average, that no layer goes below
 _MOST = 12.0  # bits of a layer
 _MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take under a budget
-_FRAME = 180  # bytes of the header of a file beside its tensors
-_HEAD = 8 * 32  # bits of the head and the sum of a packed tensor
+_FRAME = 110  # bytes of the header of a file beside its tensors
+_SUM_LETTERS = 5  # of the check sum of a tensor in the header
+_HEAD = 15  # bytes of the head and the sum of a packed tensor, without its shape
+_VALUES_HEAD = 9  # bytes of the head of its values
 
 
 @torch.no_grad()
@@ -100,14 +103,26 @@ def rate_of(
     weights = sum(layer.weights for layer in coded)
     codes = {id(layer.stored(model)) for layer in (*coded, *ruled)}
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
-    digits = len(str(math.ceil(bits / 8)))
     rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
+    joins = not isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel"))
+    joined: list[tuple[str, str, list[int]]] = []
+    place = 0  # of the next tensor that is stored as it is: they come first in a file
     for names in same_tensors(state):
         name, tensor = names[0], state[names[0]]
         plain, is_code = tensor.numel() * _bits_per_entry(tensor), any(id(state[each]) in codes for each in names)
         kept = plain if is_code else min(plain, _dense_bits(tensor))
-        summed = not is_code and kept == plain
-        rest += kept + 8 * _header_bytes(name, tensor, digits, summed=summed, rounded=not is_code)
+        joinable = joins and plain <= 8 * JOINED_BYTES
+        if is_code or kept + 8 * (_HEAD + 4 * tensor.ndim + (ENTRY_BYTES if joinable else 0)) < plain:
+            header = _header_bytes(name, "U8", [math.ceil(kept / 8)], math.ceil(bits / 8))
+            rest += kept + 8 * (_HEAD + 4 * tensor.ndim + header)
+        elif joinable:
+            rest += plain + 8
+            joined.append((name, "d", list(tensor.shape)))
+        else:
+            rest += plain + 8 * (_header_bytes(name, "BF16", tensor.shape, place) + _SUM_LETTERS)
+            place += plain // 8
+    if joined:
+        rest += 8 * (_header_bytes("iobs:joined", "U8", [place], place) + _SUM_LETTERS + len(compressed_text(joined)))
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in ruled.items())
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     if bits < least:
@@ -128,21 +143,17 @@ def _bits_of(pattern: Pattern, layer: Layer) -> float:
     return stored_bits(pattern, layer.shape) or 16 * layer.weights
 
 
-def _header_bytes(name: str, tensor: Tensor, digits: int, summed: bool, rounded: bool) -> int:
-    """Bytes of a tensor in the header of a file.
+def _header_bytes(name: str, dtype: str, shape: Iterable[int], place: int) -> int:
+    """Bytes of a tensor in the header of a file, and of the letter for its dtype, without its check sum.
 
     Args:
         name: of the tensor.
-        tensor: as the model has it.
-        digits: of the places of tensors.
-        summed: True: its check sum is there, since it is stored as it is.
-        rounded: True: its dtype is there, if it is wider than 16 bits.
+        dtype: as the file spells it.
+        shape: as it is stored.
+        place: its first byte in the file.
     """
-    shape = str(list(tensor.shape))[1:-1] if summed else digits * "0"
-    parts = [f'"{name}":{{"dtype":"BF16","shape":[{shape}],"data_offsets":[,]}},', 2 * digits * "0"]
-    parts += [rf"\"{name}\": 2147483647, "] if summed else []
-    parts += [rf"\"{name}\": \"float32\", "] if rounded and _bits_per_entry(tensor) < 8 * tensor.element_size() else []
-    return sum(map(len, parts))
+    extents = ",".join(map(str, shape))
+    return len(f'"{name}":{{"dtype":"{dtype}","shape":[{extents}],"data_offsets":[{place},{place}]}},') + 1
 
 
 def _bits_per_entry(tensor: Tensor) -> int:
@@ -154,7 +165,7 @@ def _dense_bits(tensor: Tensor) -> float:
     """Bits of a tensor that keeps its numbers, by a code of their exponents; infinite where they are not here."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return math.inf
-    return exponents.bits(tensor.to(torch.bfloat16) if tensor.element_size() > 2 else tensor) + _HEAD
+    return exponents.bits(tensor.to(torch.bfloat16) if tensor.element_size() > 2 else tensor) + 8 * _VALUES_HEAD
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:

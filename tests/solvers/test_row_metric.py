@@ -1,0 +1,88 @@
+"""Weights on a support in a metric that couples rows: against one large system of all entries."""
+
+import pytest
+import torch
+
+from iobs.core import linalg
+from iobs.core.quadratic import Quadratic
+from iobs.solvers import row_metric
+from iobs.solvers.row_metric import RowMetric, coupled_weight
+
+
+def problem_of(seed, rows=7, columns=11, rank=3):
+    torch.manual_seed(seed)
+    inputs = torch.randn(columns, 40, dtype=torch.float64)
+    weight = torch.randn(rows, columns, dtype=torch.float64)
+    problem = Quadratic.at(weight, inputs @ inputs.T / 40)
+    mask = torch.rand(rows, columns) > 0.5
+    factor = torch.randn(rows, rank, dtype=torch.float64)
+    metric = RowMetric(factor.square().sum(1) + 0.3, factor)
+    return problem, linalg.solve_on_support(problem.matrix, problem.linear, mask), mask, metric
+
+
+def matrix_of(metric):
+    return torch.diag(metric.diagonal - metric.factor.square().sum(1)) + metric.factor @ metric.factor.T
+
+
+def error(problem, weight, metric):
+    change = weight - problem.centre()
+    return float((matrix_of(metric) @ change @ problem.matrix * change).sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_weights_solve_the_system_of_all_kept_entries(seed, monkeypatch):
+    monkeypatch.setattr(row_metric, "_ITERATIONS", 300)
+    problem, weight, mask, metric = problem_of(seed)
+    found = coupled_weight(problem, weight, mask, metric, 0.0)
+    kept, system = mask.flatten(), torch.kron(matrix_of(metric), problem.matrix)
+    expected = torch.zeros(mask.numel(), dtype=torch.float64)
+    right = (matrix_of(metric) @ problem.linear).flatten()[kept]
+    expected[kept] = torch.linalg.solve(system[kept][:, kept], right)
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.01, 1.0])
+def test_a_few_iterations_lower_the_error_and_keep_the_zeros(damping):
+    problem, weight, mask, metric = problem_of(5, rows=40, columns=60)
+    found = coupled_weight(problem, weight, mask, metric, damping)
+    assert not found[~mask].any()
+    assert error(problem, found, metric) < 0.9 * error(problem, weight, metric)
+
+
+def test_dead_columns_and_a_factor_of_zeros_change_nothing():
+    problem, _, mask, metric = problem_of(1)
+    dead = problem.matrix.clone()
+    dead[3] = dead[:, 3] = 0
+    problem = Quadratic.at(problem.centre(), dead)
+    mask[:, 3] = False
+    weight = linalg.solve_on_support(problem.matrix, problem.linear, mask)
+    alone = RowMetric(metric.diagonal, torch.zeros_like(metric.factor))
+    torch.testing.assert_close(coupled_weight(problem, weight, mask, alone, 0.0), weight, rtol=1e-9, atol=1e-11)
+    assert coupled_weight(problem, weight, mask, metric, 0.0).isfinite().all()
+
+
+def test_processes_that_have_some_rows_each_find_the_same_weights():
+    """Two halves run in lockstep: what one adds up waits for the other."""
+    import threading
+
+    problem, weight, mask, metric = problem_of(2)
+    expected = coupled_weight(problem, weight, mask, metric, 0.01)
+    parts, found = (slice(0, 3), slice(3, 7)), [None, None]
+    barrier, sums = threading.Barrier(2), [None, None]
+
+    def half(place):
+        def add_up(tensor):
+            sums[place] = tensor.clone()
+            barrier.wait()
+            tensor.copy_(sums[0] + sums[1])
+            barrier.wait()
+
+        rows = parts[place]
+        found[place] = coupled_weight(problem.rows(rows), weight[rows], mask[rows], metric.rows(rows), 0.01, add_up)
+
+    threads = [threading.Thread(target=half, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-9, atol=1e-11)
