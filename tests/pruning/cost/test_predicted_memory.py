@@ -6,12 +6,14 @@ import torch
 from tensor_bytes import TensorBytes
 from torch import nn
 
+import iobs
 from iobs.core.patterns import Unstructured, as_pattern
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
 from iobs.pruning.calibration.moments import layer_outputs
 from iobs.pruning.calibration.replay import Residency
+from iobs.pruning.calibration.row_fisher import RANK
 from iobs.pruning.cost import memory
 from iobs.pruning.cost.memory import GramSizes, Sizes, checkpoint_bytes, peaks, peaks_in_memory
 from iobs.pruning.layerwise import problem
@@ -149,8 +151,20 @@ def test_a_language_model_in_memory_takes_its_copies_and_its_scores(language_mod
     assert in_memory(language_model, holdout=0.0)["comparison"] > found["comparison"]
 
 
-def test_patterns_of_fixed_counts_price_no_rows(language_model):
-    assert not {"prices of rows", "allocation"} & set(in_memory(language_model, "2:4"))
+def test_rows_are_priced_where_they_compete_or_are_solved_together(language_model):
+    assert not {"prices of rows", "allocation"} & set(in_memory(language_model, iobs.Grid(4)))
+    assert {"prices of rows", "allocation"} & set(in_memory(language_model, "2:4")) == {"prices of rows"}
+
+
+def test_factors_of_what_rows_share_stay_in_memory(language_model):
+    model, _ = language_model
+    layers = Store(model).select(None, None, False).layers
+    factors = sum(4 * layer.shape[0] * min(layer.shape[0], RANK) for layer in layers)
+    together, alone = (
+        in_memory(language_model, recipe=Recipe(allocation="uniform", curvature=curvature))
+        for curvature in ("auto", "layer")
+    )
+    assert together["solves"] - alone["solves"] == factors
 
 
 def test_fits_of_blocks_take_memory(language_model):

@@ -17,12 +17,13 @@ from iobs.core import exponents
 from iobs.core.files import ENTRY_BYTES, JOINED_BYTES, compressed_text
 from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
+from iobs.core.late import library_class
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
-from iobs.pruning.network.layers import Layer, library_class, same_tensors
+from iobs.pruning.network.layers import Layer, same_tensors
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings, Rule
