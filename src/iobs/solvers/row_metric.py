@@ -1,10 +1,10 @@
-"""Weights on a fixed support in a metric of the rows, in which the error of one row compensates that of another.
+"""Weights on a fixed support in a metric of the rows, in which the error of one row cancels that of another.
 
 The solvers take the rows of a layer one by one: they minimise sum_i m_i (v_i - c_i) H (v_i - c_i)^T. The outputs of a
 layer are read together, however. To second order, errors E of its outputs cost the model tr(M E E^T), with the Fisher
-information M of the outputs. Its largest directions are shared by many rows. On a given support the weights that
-minimise tr(M (V - C) H (V - C)^T) lie where the rows' errors cancel in these directions. This curvature of a layer is
-a Kronecker product (Martens and Grosse 2015, Optimizing neural networks with Kronecker-factored approximate curvature).
+information M of the outputs. On a given support the weights that minimise tr(M (V - C) H (V - C)^T) are those with
+which the rows' errors cancel where the model reads them. This curvature of a layer is a Kronecker product (Martens and
+Grosse 2015, Optimizing neural networks with Kronecker-factored approximate curvature).
 """
 
 from __future__ import annotations
@@ -22,29 +22,26 @@ _ITERATIONS = 8  # of conjugate gradients, from the weights that are best row by
 
 @dataclass(frozen=True)
 class RowMetric:
-    """The metric of a layer's output rows: M = diag(diagonal - squared norms of the factor's rows) + factor factor^T.
+    """The metric M of a layer's output rows: M_ii = diagonal_i, and M_ij = scale moment_ij for other entries.
 
     Attributes:
         diagonal: (rows,) positive, with the mean 1: the weights of the rows' errors.
-        factor: (rows, rank); None: M is diagonal.
+        moment: (rows, rows), positive semidefinite, with a diagonal of at most diagonal / scale; None: M is diagonal.
+        scale: of the moment.
     """
 
     diagonal: Tensor
-    factor: Tensor | None = None
+    moment: Tensor | None = None
+    scale: float = 1.0
 
-    def rows(self, index: Tensor | slice) -> RowMetric:
-        """The metric of some rows."""
-        index = index.to(self.diagonal.device) if isinstance(index, Tensor) else index
-        return RowMetric(self.diagonal[index], None if self.factor is None else self.factor[index])
-
-    def uncoupled(self) -> RowMetric:
-        """The metric without what rows share."""
-        return RowMetric(self.diagonal)
+    def uncoupled(self, rows: Tensor | None = None) -> RowMetric:
+        """The diagonal alone, of all rows or of these."""
+        return RowMetric(self.diagonal if rows is None else self.diagonal[rows.to(self.diagonal.device)])
 
 
-def coupled_operations(rows: float, columns: int, rank: int) -> float:
-    """Operations of `coupled_weight` for a matrix (rows, columns) and a factor (rows, rank)."""
-    return 2.0 * rows * columns * (columns + 2 * rank) * (_ITERATIONS + 1)
+def coupled_operations(rows: float, columns: int) -> float:
+    """Operations of `coupled_weight` for a matrix (rows, columns)."""
+    return 2.0 * rows * columns * (rows + columns) * (_ITERATIONS + 1)
 
 
 def coupled_weight(
@@ -53,6 +50,7 @@ def coupled_weight(
     mask: Tensor,
     metric: RowMetric,
     damping: float,
+    part: slice = slice(None),
     add_up: Callable[[Tensor], None] = lambda tensor: None,
 ) -> Tensor:
     """The weights on a support that minimise tr(M (V H V^T - 2 V B^T)), by conjugate gradients from given weights.
@@ -61,24 +59,26 @@ def coupled_weight(
         problem: Hessian H (columns, columns) and linear term B (rows, columns).
         weight: (rows, columns), zero outside the mask.
         mask: boolean (rows, columns).
-        metric: M, with a factor.
+        metric: M, of all rows of the layer, with a moment.
         damping: relative to the mean of the Hessian's diagonal; it holds the weights near the given ones.
-        add_up: adds up a tensor over all processes that have rows of the layer, in place.
+        part: the rows of the layer that are given here; other processes have the others.
+        add_up: adds up a tensor over all these processes, in place.
 
     Returns:
         (rows, columns) in the dtype of the problem, zero outside the mask.
     """
-    assert metric.factor is not None
-    diagonal, factor = (values.to(weight.device, problem.dtype) for values in (metric.diagonal[:, None], metric.factor))
-    alone = (diagonal - factor.square().sum(1, keepdim=True)).clamp_min(0.0)
+    assert metric.moment is not None
+    coupling = (metric.scale * metric.moment).to(weight.device, problem.dtype)
+    coupling.diagonal().copy_(metric.diagonal)
+    diagonal, coupling = coupling.diagonal()[part][:, None].clone(), coupling[:, part]
     hessian, kept = problem.matrix.to(problem.dtype), mask.to(problem.dtype)
-    amount = damping * hessian.diagonal().mean()
+    amount = damping * float(hessian.diagonal().mean())
 
     def through(rows: Tensor) -> Tensor:
-        """M times a matrix (rows, columns), of which other processes may have other rows."""
-        shared = factor.T @ rows
-        add_up(shared)
-        return torch.addcmul(factor @ shared, alone, rows)
+        """M times a matrix (rows, columns)."""
+        product = coupling @ rows
+        add_up(product)
+        return product[part]
 
     def inner(left: Tensor, right: Tensor) -> Tensor:
         product = (left * right).sum(dtype=torch.float64)[None]
@@ -88,11 +88,11 @@ def coupled_weight(
     curvature = diagonal * (hessian.diagonal() + amount)
     preconditioner = torch.where(curvature > 0, kept / curvature, 0.0)
     solution = weight.to(problem.dtype).clone()
-    residual = through(problem.linear - solution @ hessian).mul_(kept)
+    residual = through(problem.linear - solution @ hessian) * kept
     preconditioned = residual * preconditioner
     direction, slope = preconditioned.clone(), inner(residual, preconditioned)
     for _ in range(_ITERATIONS):
-        product = through(direction @ hessian).addcmul_(diagonal, direction, value=float(amount)).mul_(kept)
+        product = through(direction @ hessian).addcmul(diagonal, direction, value=amount) * kept
         steepness = inner(direction, product)
         step = torch.where(steepness > 0, slope / steepness, 0.0)
         solution.addcmul_(step, direction)

@@ -319,27 +319,26 @@ def test_a_rank_without_samples_fails_as_the_others_do():
         row_fisher(model, find_layers(model), [], Samples.of(data(False)[:1]), seed=0, ranks=Second(1, 2))
 
 
-def test_factors_hold_what_rows_share_of_the_gradients(monkeypatch):
-    model, batches = network(), data()
-    layer = find_layers(model)[0]
-    gradients = []
-    add = module._Sketch.add
-    monkeypatch.setattr(
-        module._Sketch, "add", lambda sketch, rows: (gradients.append(rows.double()), add(sketch, rows))
-    )
-    found = row_fisher(model, [layer], [], Samples.of(batches), seed=3, coupled=[layer])
-    moment = sum(rows.T @ rows for rows in gradients) / 36
-    torch.testing.assert_close(moment.diagonal(), found.outputs[layer], rtol=1e-5, atol=0)
-    factor = found.factors[layer].double()  # as many random vectors as rows: nothing is lost
-    torch.testing.assert_close(factor @ factor.T, moment, rtol=1e-3, atol=1e-6 * float(moment.trace()))
-    metric = RowFisher.of(found.tensors(), [layer]).metric(layer)
-    assert torch.equal(metric.diagonal, found.relative(layer))
-    assert bool((metric.factor.square().sum(1) <= metric.diagonal + 1e-6).all())
-    monkeypatch.setattr(module, "RANK", 3)
-    low = row_fisher(model, [layer], [], Samples.of(batches), seed=3, coupled=[layer]).factors[layer].double()
-    best = float(torch.linalg.eigvalsh(moment)[:-3].sum())  # the trace that the best factor of three columns misses
-    assert low.shape == (8, 3)
-    assert 0.999 * best <= float((moment - low @ low.T).trace()) <= float(moment.trace())
+@pytest.mark.parametrize("along", [False, True])
+def test_second_moments_of_gradients_are_those_of_all_positions(along, monkeypatch):
+    model, batches = text_classifier_by_position()
+    layers = find_layers(model)
+    chain = exact_chain(model, batches, layers) if along else []
+    assert bool(chain) is along
+    found = row_fisher(model, layers, chain, Samples.of(batches), seed=3, coupled=layers)
+    for layer in layers:
+        moment, outputs = found.moments[layer].double(), found.outputs[layer]
+        scale = float(outputs.sum() / moment.trace())
+        torch.testing.assert_close(scale * moment.diagonal(), outputs, rtol=1e-4, atol=1e-4 * float(outputs.mean()))
+        assert float(torch.linalg.eigvalsh(moment).min()) > -1e-5 * float(moment.trace())
+        metric = RowFisher.of(found.tensors(), layers).metric(layer)
+        assert torch.equal(metric.diagonal, found.relative(layer))
+        # The part that rows share is less than the whole: the metric is definite.
+        assert bool((metric.scale * metric.moment.diagonal() <= metric.diagonal).all())
+    whole = row_fisher(model, layers, [], Samples.of(batches), seed=3, coupled=layers).moments
+    for layer, moment in whole.items():
+        torch.testing.assert_close(found.moments[layer], moment, rtol=1e-3, atol=1e-5 * float(moment.trace()))
+    assert not row_fisher(model, layers, chain, Samples.of(batches), seed=3).moments
 
 
 @pytest.mark.parametrize("pattern", [0.5, "2:4"])

@@ -13,10 +13,8 @@ the 384 numbers in an embedding of MiniLM, 130 sentences would price at most 130
 Matrices whose output no module returns, such as experts in one parameter, have their price from the gradient of the
 weight, G = sum_t g_t x_t^T: row i costs E[norm(G_i)^2] / E[norm(x_t)^2].
 
-Rows share most of their information: a few directions of the outputs cost much. The second moment G of J_t^T B z holds
-them. Its products with random vectors add up over positions like the prices do, and give a factor of its largest part
-(Nystroem approximation; Tropp, Yurtsever, Udell and Cevher 2017, Fixed-rank approximation of a positive-semidefinite
-matrix from streaming data). `solvers/row_metric.py` needs no more of G.
+Rows share information: an error of one costs less where that of another cancels it. The second moment of J_t^T B z says
+how much, and its diagonal has the prices. `solvers/row_metric.py` solves the rows of a layer together with it.
 
 The table of an embedding has its tokens as rows. An error d of the row of token v costs 1/2 n_v d^T F d nats, where n_v
 is the frequency of the token and F the Fisher information of the embedding's output. A head with the same table adds
@@ -56,8 +54,7 @@ PRICED_TOKENS = 4096
 # Share of the mean price that every row has at least, besides its own. Rows that a few samples leave without a gradient
 # would otherwise be free.
 _FLOOR = 0.1
-RANK = 64  # of the factors of what rows share
-_SHARED = 0.9  # of this part, which few positions overestimate
+_SHARED = 0.9  # of what rows share according to few positions, which overestimate it
 _PIECE = 2**22  # scores whose gradients are made at once
 _BY_POSITION = "outputs by position"  # name in a checkpoint
 _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
@@ -90,8 +87,8 @@ class RowFisher:
         outputs: (rows,) float64 by layer, squared gradients at the outputs of modules, for one output of the model.
         products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
             model. They are prices times the squared norm of an input.
-        factors: (rows, rank) float32 by layer: their products F F^T are the largest part of the second moment of the
-            gradients whose squares are `outputs`. Of layers whose rows are coupled.
+        moments: (rows, rows) float32 by layer, second moments of the gradients whose squares are `outputs`, up to a
+            factor. Of layers whose rows are solved together.
         lookups: by layer, of tables of embeddings.
         by_position: True if the model gives an output for every position of text; False: one for each sample, or no row
             has a price.
@@ -99,7 +96,7 @@ class RowFisher:
 
     outputs: dict[Layer, Tensor] = field(default_factory=dict)
     products: dict[Layer, Tensor] = field(default_factory=dict)
-    factors: dict[Layer, Tensor] = field(default_factory=dict)
+    moments: dict[Layer, Tensor] = field(default_factory=dict)
     lookups: dict[Layer, Lookup] = field(default_factory=dict)
     by_position: bool = False
 
@@ -113,7 +110,7 @@ class RowFisher:
         named = [
             ("output", self.outputs),
             ("product", self.products),
-            ("factor", self.factors),
+            ("moment", self.moments),
             ("metric", {layer: lookup.metric for layer, lookup in self.lookups.items()}),
             ("price", {layer: lookup.prices for layer, lookup in self.lookups.items()}),
             ("count", {layer: torch.tensor(lookup.count) for layer, lookup in self.lookups.items()}),
@@ -131,7 +128,7 @@ class RowFisher:
         metrics, of_tokens, counts = prices("metric"), prices("price"), prices("count")
         lookups = {layer: Lookup(metrics[layer], of_tokens[layer], int(counts[layer])) for layer in metrics}
         by_position = bool(tensors.get(_BY_POSITION, False))
-        return cls(prices("output"), prices("product"), prices("factor"), lookups, by_position)
+        return cls(prices("output"), prices("product"), prices("moment"), lookups, by_position)
 
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
@@ -142,11 +139,10 @@ class RowFisher:
 
     def metric(self, layer: Layer) -> RowMetric | None:
         """The metric of a layer's output rows, with the diagonal of `relative`; None if it is not known."""
-        diagonal, factor = self.relative(layer), self.factors.get(layer)
-        if diagonal is None or factor is None:
+        diagonal, moment = self.relative(layer), self.moments.get(layer)
+        if diagonal is None or moment is None:
             return None if diagonal is None else RowMetric(diagonal)
-        scale = _SHARED / (self.outputs[layer].mean() * (1 + _FLOOR))
-        return RowMetric(diagonal, factor * float(scale.sqrt()))
+        return RowMetric(diagonal, moment, _SHARED / (1 + _FLOOR) * len(moment) / max(float(moment.trace()), 1e-30))
 
     def price(self, layer: Layer, gram: Gram) -> Tensor | None:
         """Nats that a unit of squared error costs in each row, (rows,) float64; None if they are not known.
@@ -191,7 +187,7 @@ def row_fisher(
             of them count tokens.
         seed: of the random signs.
         tables: those of the layers whose price is that of a table of an embedding.
-        coupled: those of the layers that get a factor of what their rows share.
+        coupled: those of the layers whose rows are solved together.
         ranks: processes that share the samples.
         residency: brings the blocks into memory, and keeps hidden states.
 
@@ -206,16 +202,19 @@ def row_fisher(
         for piece in batches.pieces(batch):
             data.append(piece)
             draws.append(generator)
-    squares, outputs = _Squares(model, layers, tables, coupled), _Outputs(model, data, draws)
+    residency = residency or Residency()
+    squares = _Squares(model, layers, tables, coupled, residency.hold)
+    outputs = _Outputs(model, data, draws)
     if squares.embeddings:
         squares.count_tokens(chain, ranks.share(part).batches)
     failure: ProblemError | None = None
     try:
         if chain:
-            _BlockwisePass(layers, chain, outputs, squares, residency or Residency()).run()
+            _BlockwisePass(layers, chain, outputs, squares, residency).run()
         else:
             for index in range(len(data)):
                 squares.add(layers, partial(outputs.probe, index))
+            squares.store(layers)
     except ProblemError as error:
         failure = error
     if ranks.total(float(failure is not None)):  # all ranks alike: some may have no sample, which is no failure
@@ -280,18 +279,24 @@ class _Squares:
         layers: the layers to prune. The gradient is taken at the output of the module of a called layer, and at the
             weight of the others.
         tables: those of the layers whose price is that of a table of an embedding.
-        coupled: those of the layers that get a factor of what their rows share.
+        coupled: those of the layers whose second moment is wanted too.
+        hold: stores a tensor until the end of the run.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[Layer], tables: Sequence[Layer], coupled: Sequence[Layer] = ()
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        tables: Sequence[Layer],
+        coupled: Sequence[Layer],
+        hold: Callable[[Tensor], Tensor],
     ) -> None:
-        self.model = model
+        self.model, self._hold = model, hold
         sums = {layer: torch.zeros(layer.shape[0], dtype=torch.float64) for layer in layers}
         self.outputs = {layer: rows for layer, rows in sums.items() if layer.is_called}
         self.products = {layer: rows for layer, rows in sums.items() if not layer.is_called}
-        tests = {rows: _random_tests(rows) for rows in {layer.shape[0] for layer in coupled}}
-        self.sketches = {layer: _Sketch.of(tests[layer.shape[0]]) for layer in coupled if layer in self.outputs}
+        self._coupled = [layer for layer in coupled if layer in self.outputs]
+        self.moments: dict[Layer, Tensor] = {}
         self.embeddings = embeddings_of(model, tables)
         self.lookups = {layer: _LookupSums.empty(layer) for layer in self.embeddings.values()}
 
@@ -356,8 +361,9 @@ class _Squares:
             axis, module = gradient.ndim - 1, self.model.get_submodule(call.path)
             if isinstance(module, CONVOLUTIONS):
                 axis -= len(module.kernel_size)
-            if layer in self.sketches:
-                self.sketches[layer].add(gradient.movedim(axis, -1)[None].flatten(0, -2))
+            if layer in self._coupled:
+                rows = gradient.movedim(axis, -1)[None].flatten(0, -2).float()
+                self._moment(layer).add_((rows.T @ rows).cpu())
             squares = gradient.double().square().movedim(axis, -1)
             self.outputs[layer] += squares[None].flatten(0, -2).sum(0).cpu()  # a layer may be called on one vector
             if layer in self.lookups:  # a head: padded positions have no gradient, and no part in the metric
@@ -372,6 +378,18 @@ class _Squares:
             for tensor, gradient in zip(inputs, gradients[:first], strict=True)
         ]
 
+    def _moment(self, layer: Layer) -> Tensor:
+        """The sum of the second moments of a layer, zeros at first."""
+        if layer not in self.moments:
+            self.moments[layer] = torch.zeros(layer.shape[0], layer.shape[0])
+        return self.moments[layer]
+
+    def store(self, layers: Sequence[Layer]) -> None:
+        """Store the second moments of layers that get no further gradient on this rank."""
+        for layer in layers:
+            if layer in self._coupled:
+                self.moments[layer] = self._hold(self._moment(layer))
+
     def result(self, outputs: _Outputs, ranks: Ranks) -> RowFisher:
         """The prices, from sums over these outputs of the model on this rank.
 
@@ -381,8 +399,13 @@ class _Squares:
         ranks.sum(positions)
         total = torch.tensor(float(outputs.positions + outputs.samples), dtype=torch.float64)
         of_lookups = [tensor for sums in self.lookups.values() for tensor in sums.tensors]
-        sketches = [sketch.products for sketch in self.sketches.values()]
-        for tensor in (total, *self.outputs.values(), *self.products.values(), *sketches, *of_lookups):
+        for tensor in (
+            total,
+            *self.outputs.values(),
+            *self.products.values(),
+            *self.moments.values(),
+            *of_lookups,
+        ):
             ranks.sum(tensor)
 
         def usable(sums: dict[Layer, Tensor]) -> dict[Layer, Tensor]:
@@ -396,55 +419,8 @@ class _Squares:
             for layer, lookup in lookups.items()
             if bool(lookup.metric.isfinite().all()) and bool(lookup.metric.any())
         }
-        scale = float(total.clamp_min(1.0)) ** -0.5
-        factors = {layer: sketch.factor() * scale for layer, sketch in self.sketches.items() if layer in prices}
-        return RowFisher(prices, usable(self.products), factors, usable_lookups, bool(positions))
-
-
-@dataclass(frozen=True)
-class _Sketch:
-    """The second moment G of vectors, seen through its products with random vectors.
-
-    Attributes:
-        tests: (rows, rank) float32, orthonormal random vectors.
-        products: (rows, rank) float32, G times `tests`.
-    """
-
-    tests: Tensor
-    products: Tensor
-
-    @classmethod
-    def of(cls, tests: Tensor) -> _Sketch:
-        """The sketch of no vectors."""
-        return cls(tests, torch.zeros_like(tests))
-
-    def add(self, vectors: Tensor) -> None:
-        """Add vectors, (count, rows)."""
-        vectors = vectors.float()
-        self.products.add_((vectors.T @ (vectors @ self.tests.to(vectors))).cpu())
-
-    def factor(self) -> Tensor:
-        """F with F F^T about the largest part of G, (rows, rank) float32; zero without a finite vector."""
-        tests, products = self.tests.double(), self.products.double()
-        size = float(products.norm())
-        if not 0 < size < float("inf"):
-            return torch.zeros_like(self.products)
-        shift = 1e-6 * size  # a small multiple of I makes the core definite
-        shifted = products + shift * tests
-        core = tests.T @ shifted
-        lower, _ = torch.linalg.cholesky_ex((core + core.T) / 2)
-        half = torch.linalg.solve_triangular(lower.T, shifted, upper=True, left=False)
-        left, values, _ = torch.linalg.svd(half, full_matrices=False)
-        factor: Tensor = left * (values.square() - shift).clamp_min(0.0).sqrt()
-        return factor.float()
-
-
-def _random_tests(rows: int) -> Tensor:
-    """Orthonormal random vectors, (rows, at most `RANK`) float32, the same in every process."""
-    generator = torch.Generator().manual_seed(rows)
-    drawn = torch.randn(rows, min(rows, RANK), generator=generator, dtype=torch.float64)
-    tests: Tensor = torch.linalg.qr(drawn).Q
-    return tests.float()
+        moments = {layer: sums for layer, sums in self.moments.items() if layer in prices and bool(sums.any())}
+        return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions))
 
 
 @dataclass(frozen=True)
@@ -578,10 +554,12 @@ class _BlockwisePass:
                 compute = partial(_through, stream, stage, index, hidden)
                 pull = self.residency.fetch(pulls[index])
                 pulls[index] = self._keep(stage, index, *self.squares.add(inside, compute, hidden, pull=pull))
+            self.squares.store(inside)
             self.residency.release(stage)
         for index in range(len(self.data)) if outside else ():
             pull = self.residency.fetch(pulls[index])
             self.squares.add(outside, partial(stream.entry, index), pull=pull)
+        self.squares.store(outside)
 
     @torch.no_grad()
     def _inputs(self, stream: Stream) -> list[list[Tensor]]:

@@ -14,13 +14,13 @@ from iobs.core.outputs import existing
 from iobs.core.patterns import Budget, Pattern, Rate, Unstructured
 from iobs.pruning.calibration.gram import STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
-from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS, RANK
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
 from iobs.pruning.cost.affordable import with_affordable_epochs
 from iobs.pruning.cost.work import run_samples, solver_cost, stated_sizes
 from iobs.pruning.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.problem import couples_rows, weighs_rows
+from iobs.pruning.layerwise.problem import can_couple, couples_rows, weighs_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.plan.counts import divides
@@ -200,11 +200,11 @@ def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:
     return weighs_rows(recipe, pattern) or divides(recipe, pattern)
 
 
-def factor_bytes(layers: Iterable[Layer], recipe: Recipe, pattern: Pattern) -> int:
-    """Bytes of the factors of what rows share, which a run keeps to its end."""
+def moment_bytes(layers: Iterable[Layer], recipe: Recipe, pattern: Pattern) -> int:
+    """Bytes of the second moments of output rows, with which rows are solved together."""
     if not (recipe.may_weigh_rows and couples_rows(recipe, pattern)):
         return 0
-    return sum(4 * rows * min(rows, RANK) for rows in (layer.shape[0] for layer in layers if layer.groups == 1))
+    return sum(4 * layer.shape[0] ** 2 for layer in layers if can_couple(layer))
 
 
 def peaks(
@@ -221,7 +221,7 @@ def peaks(
     """
     fit, held, layers, itemsize = recipe.blocks, held_blocks(recipe), sizes.layers, sizes.itemsize
     present = 0 if sizes.whole else itemsize * sizes.block  # of one block that is brought into memory
-    factors = factor_bytes(layers, recipe, pattern)
+    moments = moment_bytes(layers, recipe, pattern) if sizes.whole else 0  # elsewhere with the hidden states
     weights, widest = held.blocks * present, max(layer.shape[1] for layer in layers)
 
     def largest(grams: GramSizes, tokens: int) -> tuple[int, int]:
@@ -246,7 +246,7 @@ def peaks(
         piece = min(AT_ONCE, sizes.tokens)
         activations = 2 * itemsize * _ACTIVATIONS * piece * widest
         number = 4 * _FISHER_SCORES + (of_score if of_score < 4 else 0)  # beside their copy in float32
-        predicted["prices of rows"] = factors + present + max(activations, number * piece * sizes.vocabulary)
+        predicted["prices of rows"] = present + max(activations, number * piece * sizes.vocabulary)
     if fit is not None:
         # The fitted blocks without their dense weights, their parameters at the start, and gradients.
         fitted = held.fitted * sizes.block
@@ -258,7 +258,7 @@ def peaks(
         # The block with its masters and gradients, and the input of every block for one batch.
         inputs = itemsize * sizes.blocks * sizes.step_tokens * sizes.width
         predicted["steps of the network"] = present + 8 * sizes.block + inputs + step + logits
-    return {phase: factors + size for phase, size in predicted.items()}
+    return {phase: moments + size for phase, size in predicted.items()}
 
 
 def checkpoint_bytes(weights: int, block: int, itemsize: int, recipe: Recipe) -> int:
@@ -368,7 +368,9 @@ def streams_bytes(
     measured = PROBE_TOKENS if isinstance(pattern, (Rate, Budget)) else PRICED_TOKENS
     positions = min(sum(tokens[ranks.rank :: ranks.size]), measured) if prices_rows(recipe, pattern) else 0
     priced = sizes.itemsize * positions * sizes.width * (sizes.blocks + 1)
-    return max(held.streams * hidden + held.masters * sum(layer.weights for layer in sizes.layers), priced)
+    moments = 0 if sizes.whole else moment_bytes(sizes.layers, recipe, pattern)
+    masters = held.masters * sum(layer.weights for layer in sizes.layers)
+    return moments + max(held.streams * hidden + masters, priced)
 
 
 def present_bytes(device: torch.device) -> int:

@@ -16,12 +16,19 @@ from torch import nn
 from iobs.core.patterns import Pattern, Rate, SparseGrid, Unstructured
 from iobs.core.structured import Structured
 from iobs.pruning.calibration.gram import WIDE
-from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS, RANK
+from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE, PROBE_TOKENS
 from iobs.pruning.decisions import candidates, steps_with_trials
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_trials
 from iobs.pruning.forecast import Forecast, Part
-from iobs.pruning.layerwise.problem import SHOWN_SAMPLES, can_share, couples_rows, solves_by_rows, weighs_rows
+from iobs.pruning.layerwise.problem import (
+    SHOWN_SAMPLES,
+    can_couple,
+    can_share,
+    couples_rows,
+    solves_by_rows,
+    weighs_rows,
+)
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.allocate import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.counts import LEVELS, under_pattern
@@ -264,7 +271,7 @@ class Solves:
         rows_of_group = layer.shape[0] / layer.groups
         rows = rows_of_group if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
-        together = coupled_operations(rows, layer.shape[1], min(RANK, layer.shape[0])) if self.coupled else 0.0
+        together = coupled_operations(rows, layer.shape[1]) if self.coupled else 0.0
         if layer.name in prices.measured:
             seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group + together * prices.solve
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
@@ -422,7 +429,7 @@ def _layers(
             held_out=workload.held_out > 0,
             ranks=workload.ranks,
             grouped=layer.name in workload.grouped,
-            coupled=weighed and layer.groups == 1 and couples_rows(settings, pattern),
+            coupled=weighed and can_couple(layer) and couples_rows(settings, pattern),
         )
         first, later = (replace(solves, pairs=compares).seconds(layer, readers) for compares in (pairs, False))
         products = (2 * streams - 1) + masks - 1

@@ -252,8 +252,17 @@ def weighs_rows(recipe: Recipe, pattern: Pattern) -> bool:
     return recipe.may_weigh_rows and (rows_compete(pattern) or couples_rows(recipe, pattern))
 
 
+def can_couple(layer: Layer) -> bool:
+    """True if the rows of a layer can be solved together.
+
+    Of layers with more rows than columns the metric has more numbers than the weights, and in the perceptrons of
+    SmolLM2-135M it gains nothing.
+    """
+    return layer.groups == 1 and layer.shape[0] <= layer.shape[1] and layer.is_called
+
+
 def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
-    """True if the weights on the mask of a layer may be solved for all of its rows together.
+    """True if the weights on the mask of a layer may be solved for all of its rows together, if the layer can be.
 
     Those of other solvers than ADMM are left as published, and values on a grid are rounded row by row.
     """
@@ -264,12 +273,11 @@ def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
 def _coupled(task: Task, solution: Solution, part: slice, ranks: Ranks) -> Solution:
     """The solution with weights that are best for all rows together, if their metric couples them."""
     metric = task.metric
-    if metric is None or metric.factor is None or not couples_rows(task.settings, task.pattern):
+    if metric is None or metric.moment is None or not couples_rows(task.settings, task.pattern):
         return solution
-    weight = coupled_weight(
-        solution.problem, solution.weight, solution.mask, metric.rows(part), task.settings.damping, ranks.sum
-    )
-    return Solution(weight, solution.mask, solution.problem, solution.stats)
+    problem, mask, damping = solution.problem, solution.mask, task.settings.damping
+    weight = coupled_weight(problem, solution.weight, mask, metric, damping, part, ranks.sum)
+    return Solution(weight, mask, problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:

@@ -309,11 +309,11 @@ class CurveSweep:
     def _task(self, layer: Layer, rows: Tensor, keep: int, sample: Tensor | None = None) -> Task:
         """Rows of the layer's weight, all or a sample of them, to prune to the density of `keep` entries of it."""
         settings, metric = self.settings[layer], self.workspace.metric_of(layer)
-        metric = None if metric is None else metric.uncoupled()  # a curve needs the shape of the damage alone
         if len(rows) < layer.shape[0]:
             keep = max(1, round(keep * rows.numel() / layer.weights))
             layer = replace(layer, shape=(len(rows), layer.shape[1]))
-            metric = None if metric is None or sample is None else metric.rows(sample)
+        # Rows are solved one by one: a curve needs the shape of the damage alone.
+        metric = None if metric is None else metric.uncoupled(sample)
         zeros = rows if settings.keep_zeros else None
         return Task(layer, Unstructured(keep=keep), rows, None, settings, zeros, metric=metric)
 
