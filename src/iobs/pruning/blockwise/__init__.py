@@ -29,6 +29,7 @@ from iobs.pruning.cost.memory import (
     Plan,
     Sizes,
     checkpoint_bytes,
+    moment_bytes,
     peaks,
     present_bytes,
     streams_bytes,
@@ -324,7 +325,8 @@ class BlockwiseStore(Store, ABC):
             layers=len(layers),
             streams_bytes=streams_bytes(sizes, recipe, holdout, tokens, steps, sum(map(size, batches)), pattern),
             grams_bytes=sum(map(grams.parked_bytes, shapes.values())),
-            checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe),
+            checkpoint_bytes=checkpoint_bytes(weights, sizes.block, sizes.itemsize, recipe)
+            + moment_bytes(layers, recipe, pattern),
             copied_bytes=model.copied_bytes,
             peaks=phases,
             form=form,

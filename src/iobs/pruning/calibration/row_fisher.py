@@ -419,7 +419,8 @@ class _Squares:
             for layer, lookup in lookups.items()
             if bool(lookup.metric.isfinite().all()) and bool(lookup.metric.any())
         }
-        moments = {layer: sums for layer, sums in self.moments.items() if layer in prices and bool(sums.any())}
+        finite = {layer: sums for layer, sums in self.moments.items() if bool(sums.isfinite().all())}
+        moments = {layer: sums for layer, sums in finite.items() if layer in prices and bool(sums.any())}
         return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions))
 
 
