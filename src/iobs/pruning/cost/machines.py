@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from iobs.pruning.cost.memory import Sizes, held_blocks, peaks
+from iobs.core.patterns import Unstructured
+from iobs.pruning.cost.memory import Sizes, held_blocks, moment_bytes, peaks
 from iobs.pruning.cost.prices import UPDATE_BYTES
 from iobs.pruning.cost.work import Prices, Work, forecast, inputs_by_width
 from iobs.pruning.descent.batches import tokens_of_block_step
@@ -127,7 +128,8 @@ class Need:
     Attributes:
         machine: the machine.
         peak_bytes: peak memory of one GPU, by phase, without the hidden states.
-        streams_bytes: hidden states between blocks, and parameters that steps of the whole network change, per rank.
+        streams_bytes: hidden states between blocks, second moments of rows, and parameters that steps of the whole
+            network change, per rank.
         phases: seconds by phase.
     """
 
@@ -203,4 +205,5 @@ def need(
     rates = machine.rates if size < 4 else replace(machine.rates, product=machine.rates.solve)
     decided = Decisions(Rounds(), None, blocks=fit)
     phases = forecast(workload, rates.prices(workload.weights), recipe, decided).phases
-    return Need(machine, peak_bytes, streams + held.masters * workload.weights, phases)
+    kept = held.masters * workload.weights + moment_bytes(network.layers, recipe, Unstructured(0.5))
+    return Need(machine, peak_bytes, streams + kept, phases)

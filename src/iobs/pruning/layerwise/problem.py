@@ -256,7 +256,7 @@ def can_couple(layer: Layer) -> bool:
     """True if the rows of a layer can be solved together.
 
     Of layers with more rows than columns the metric has more numbers than the weights, and in the perceptrons of
-    SmolLM2-135M it gains nothing.
+    SmolLM2-135M it gains least.
     """
     return layer.groups == 1 and layer.shape[0] <= layer.shape[1] and layer.is_called
 
