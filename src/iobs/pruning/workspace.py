@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -44,6 +44,11 @@ from iobs.pruning.structure.units import SitesOfLayers
 from iobs.solvers.row_metric import RowMetric
 
 _SAMPLED, _FISHER = "sampled text", "Fisher information of rows"  # keys in the checkpoint
+
+
+def _key_of_moment(layer: Layer) -> str:
+    """Key in the checkpoint of the second moment of a layer's rows."""
+    return f"moment of rows {layer.name}"
 
 
 @dataclass(frozen=True)
@@ -255,9 +260,19 @@ class Workspace:
         Raises:
             ProblemError: they have none, and the recipe's allocation asks for prices by name.
         """
-        return RowFisher.of(self.checkpoint.tensors(_FISHER, self._measured_fisher), self.selection.layers)
+        if _FISHER in self.checkpoint:
+            fisher = RowFisher.of(self.checkpoint.get(_FISHER)[0], self.selection.layers)
+            layers = [layer for layer in self.selection.layers if _key_of_moment(layer) in self.checkpoint]
+            return replace(
+                fisher, moments={layer: self.checkpoint.get(_key_of_moment(layer))[0]["moment"] for layer in layers}
+            )
+        fisher = self._measured_fisher()
+        for layer, moment in fisher.moments.items():  # an entry each: one is in memory while it is written
+            self.checkpoint.put(_key_of_moment(layer), {"moment": moment}, {})
+        self.checkpoint.put(_FISHER, fisher.tensors(), {})
+        return fisher
 
-    def _measured_fisher(self) -> dict[str, Tensor]:
+    def _measured_fisher(self) -> RowFisher:
         try:
             return row_fisher(
                 self.store.model,
@@ -269,12 +284,12 @@ class Workspace:
                 coupled=[layer for layer in self.selection.layers if self._couples_rows(layer)],
                 ranks=self.ranks,
                 residency=self.store,
-            ).tensors()
+            )
         except ProblemError as error:
             if self.recipe.division.criterion in ("fisher", "search"):
                 raise
             self.note(f"All layers and rows count equally: {first_line(error)}")
-            return {}
+            return RowFisher()
 
     @cached_property
     def tables(self) -> tuple[Layer, ...]:

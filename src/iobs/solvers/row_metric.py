@@ -71,7 +71,7 @@ def coupled_weight(
     coupling = (metric.scale * metric.moment).to(weight.device, problem.dtype)
     coupling.diagonal().copy_(metric.diagonal)
     diagonal, coupling = coupling.diagonal()[part][:, None].clone(), coupling[:, part]
-    hessian, kept = problem.matrix.to(problem.dtype), mask.to(problem.dtype)
+    hessian = problem.matrix.to(problem.dtype)
     amount = damping * float(hessian.diagonal().mean())
 
     def through(rows: Tensor) -> Tensor:
@@ -85,14 +85,14 @@ def coupled_weight(
         add_up(product)
         return product.to(problem.dtype)
 
-    curvature = diagonal * (hessian.diagonal() + amount)
-    preconditioner = torch.where(curvature > 0, kept / curvature, 0.0)
+    # Zero outside the mask, and where neither the inputs nor the damping say anything.
+    preconditioner = (mask / (diagonal * (hessian.diagonal() + amount))).nan_to_num_(0.0, 0.0, 0.0)
     solution = weight.to(problem.dtype).clone()
-    residual = through(problem.linear - solution @ hessian) * kept
+    residual = through(problem.linear - solution @ hessian).mul_(mask)
     preconditioned = residual * preconditioner
     direction, slope = preconditioned.clone(), inner(residual, preconditioned)
     for _ in range(_ITERATIONS):
-        product = through(direction @ hessian).addcmul(diagonal, direction, value=amount) * kept
+        product = through(direction @ hessian).addcmul_(diagonal, direction, value=amount).mul_(mask)
         steepness = inner(direction, product)
         step = torch.where(steepness > 0, slope / steepness, 0.0)
         solution.addcmul_(step, direction)

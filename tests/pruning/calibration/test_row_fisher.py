@@ -331,7 +331,7 @@ def test_second_moments_of_gradients_are_those_of_all_positions(along, monkeypat
         scale = float(outputs.sum() / moment.trace())
         torch.testing.assert_close(scale * moment.diagonal(), outputs, rtol=1e-4, atol=1e-4 * float(outputs.mean()))
         assert float(torch.linalg.eigvalsh(moment).min()) > -1e-5 * float(moment.trace())
-        metric = RowFisher.of(found.tensors(), layers).metric(layer)
+        metric = found.metric(layer)
         assert torch.equal(metric.diagonal, found.relative(layer))
         # The part that rows share is less than the whole: the metric is definite.
         assert bool((metric.scale * metric.moment.diagonal() <= metric.diagonal).all())
@@ -350,3 +350,26 @@ def test_rows_solved_together_lower_the_divergence_of_a_language_model(pattern, 
         model = copy.deepcopy(embedded.module)
         losses.append(iobs.prune(model, batches, pattern, "one-shot", holdout=0.25).best.loss_heldout)
     assert losses[1] < 0.98 * losses[0], losses
+
+
+def test_ranks_add_up_moments_in_the_order_of_layers_not_of_calls():
+    """A rank without samples calls nothing."""
+
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(7, 3), nn.Linear(8, 7)
+
+        def forward(self, inputs):
+            return self.last(self.first(inputs).relu())
+
+    class Recording(Ranks):
+        def sum(self, tensor):
+            shapes.append(tuple(tensor.shape))
+
+    shapes, model = [], Backwards()
+    layers = find_layers(model)
+    for part in (Samples.of([torch.randn(5, 8)]), Samples()):
+        row_fisher(model, layers, [], part, seed=0, coupled=layers, ranks=Recording(0, 1))
+    squares = [shape for shape in shapes if len(shape) == 2]
+    assert squares == [(3, 3), (7, 7)] * 2

@@ -106,11 +106,10 @@ class RowFisher:
         return bool(self.outputs or self.products or self.lookups)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The prices by a name for each, for a checkpoint."""
+        """The prices by a name for each, for a checkpoint; without the moments, which are large."""
         named = [
             ("output", self.outputs),
             ("product", self.products),
-            ("moment", self.moments),
             ("metric", {layer: lookup.metric for layer, lookup in self.lookups.items()}),
             ("price", {layer: lookup.prices for layer, lookup in self.lookups.items()}),
             ("count", {layer: torch.tensor(lookup.count) for layer, lookup in self.lookups.items()}),
@@ -128,7 +127,7 @@ class RowFisher:
         metrics, of_tokens, counts = prices("metric"), prices("price"), prices("count")
         lookups = {layer: Lookup(metrics[layer], of_tokens[layer], int(counts[layer])) for layer in metrics}
         by_position = bool(tensors.get(_BY_POSITION, False))
-        return cls(prices("output"), prices("product"), prices("moment"), lookups, by_position)
+        return cls(prices("output"), prices("product"), {}, lookups, by_position)
 
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
@@ -403,7 +402,7 @@ class _Squares:
             total,
             *self.outputs.values(),
             *self.products.values(),
-            *self.moments.values(),
+            *(self.moments[layer] for layer in self._coupled),  # in the same order on all ranks
             *of_lookups,
         ):
             ranks.sum(tensor)

@@ -192,7 +192,8 @@ class GramSizes:
         centre = 20 * square if self.pairs else 0  # the Hessian in float64 and its factor, beside the one in float32
         solver = problem + max(centre, round(solver_cost(recipe.for_layer(layer.name), rows, columns).bytes))
         errors = (12 if columns >= WIDE else 44) * matrix + 4 * square
-        return kept + max(regression, solver, errors)
+        together = problem + 4 * rows**2 + 56 * matrix if _couples(layer, recipe, _HALF) else 0
+        return kept + max(regression, solver, errors, together)
 
 
 def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:
@@ -202,9 +203,12 @@ def prices_rows(recipe: Recipe, pattern: Pattern) -> bool:
 
 def moment_bytes(layers: Iterable[Layer], recipe: Recipe, pattern: Pattern) -> int:
     """Bytes of the second moments of output rows, with which rows are solved together."""
-    if not (recipe.may_weigh_rows and couples_rows(recipe, pattern)):
-        return 0
-    return sum(4 * layer.shape[0] ** 2 for layer in layers if can_couple(layer))
+    return sum(4 * layer.shape[0] ** 2 for layer in layers if _couples(layer, recipe, pattern))
+
+
+def _couples(layer: Layer, recipe: Recipe, pattern: Pattern) -> bool:
+    """True if the rows of a layer may be solved together."""
+    return recipe.may_weigh_rows and can_couple(layer) and couples_rows(recipe.for_layer(layer.name), pattern)
 
 
 def peaks(
@@ -440,7 +444,8 @@ def peaks_in_memory(
         compared = max(compared, min(sum(map(token_count, heldout.batches)), max(map(token_count, fit.batches))))
     scores = compared * vocabulary
     further = _COMPARED_WHOLE * scores if scores <= WHOLE else _COMPARED_PIECES * PIECE
-    phases["comparison"] = present + copies + written + pruned + itemsize * _COMPARED * scores + 4 * further
+    compares = itemsize * _COMPARED * scores + 4 * further
+    phases["comparison"] = present + copies + written + pruned + moment_bytes(layers, recipe, pattern) + compares
     return phases
 
 

@@ -275,7 +275,7 @@ def _coupled(task: Task, solution: Solution, part: slice, ranks: Ranks) -> Solut
     metric = task.metric
     if metric is None or metric.moment is None or not couples_rows(task.settings, task.pattern):
         return solution
-    problem, mask, damping = solution.problem, solution.mask, task.settings.damping
+    problem, mask, damping = solution.problem, solution.mask, solution.stats["damping"]
     weight = coupled_weight(problem, solution.weight, mask, metric, damping, part, ranks.sum)
     return Solution(weight, mask, problem, solution.stats)
 
