@@ -9,13 +9,10 @@ Grosse 2015, Optimizing neural networks with Kronecker-factored approximate curv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from iobs.core.quadratic import Quadratic
 
 _ITERATIONS = 8  # of conjugate gradients, from the weights that are best row by row
 
@@ -45,54 +42,37 @@ def coupled_operations(rows: float, columns: int) -> float:
 
 
 def coupled_weight(
-    problem: Quadratic,
-    weight: Tensor,
-    mask: Tensor,
-    metric: RowMetric,
-    damping: float,
-    part: slice = slice(None),
-    add_up: Callable[[Tensor], None] = lambda tensor: None,
+    hessian: Tensor, linear: Tensor, weight: Tensor, mask: Tensor, metric: RowMetric, damping: float
 ) -> Tensor:
     """The weights on a support that minimise tr(M (V H V^T - 2 V B^T)), by conjugate gradients from given weights.
 
     Args:
-        problem: Hessian H (columns, columns) and linear term B (rows, columns).
+        hessian: H, (columns, columns).
+        linear: B, (rows, columns).
         weight: (rows, columns), zero outside the mask.
         mask: boolean (rows, columns).
-        metric: M, of all rows of the layer, with a moment.
+        metric: M, with a moment.
         damping: relative to the mean of the Hessian's diagonal; it holds the weights near the given ones.
-        part: the rows of the layer that are given here; other processes have the others.
-        add_up: adds up a tensor over all these processes, in place.
 
     Returns:
-        (rows, columns) in the dtype of the problem, zero outside the mask.
+        (rows, columns) in the dtype of the linear term, zero outside the mask.
     """
     assert metric.moment is not None
-    coupling = (metric.scale * metric.moment).to(weight.device, problem.dtype)
+    coupling, hessian = (metric.scale * metric.moment).to(linear), hessian.to(linear.dtype)
     coupling.diagonal().copy_(metric.diagonal)
-    diagonal, coupling = coupling.diagonal()[part][:, None].clone(), coupling[:, part]
-    hessian = problem.matrix.to(problem.dtype)
-    amount = damping * float(hessian.diagonal().mean())
-
-    def through(rows: Tensor) -> Tensor:
-        """M times a matrix (rows, columns)."""
-        product = coupling @ rows
-        add_up(product)
-        return product[part]
+    diagonal, amount = coupling.diagonal()[:, None].clone(), damping * float(hessian.diagonal().mean())
 
     def inner(left: Tensor, right: Tensor) -> Tensor:
-        product = (left * right).sum(dtype=torch.float64)[None]
-        add_up(product)
-        return product.to(problem.dtype)
+        return (left * right).sum(dtype=torch.float64).to(linear.dtype)
 
     # Zero outside the mask, and where neither the inputs nor the damping say anything.
     preconditioner = (mask / (diagonal * (hessian.diagonal() + amount))).nan_to_num_(0.0, 0.0, 0.0)
-    solution = weight.to(problem.dtype).clone()
-    residual = through(problem.linear - solution @ hessian).mul_(mask)
+    solution = weight.to(linear.dtype, copy=True)
+    residual = (coupling @ (linear - solution @ hessian)).mul_(mask)
     preconditioned = residual * preconditioner
     direction, slope = preconditioned.clone(), inner(residual, preconditioned)
     for _ in range(_ITERATIONS):
-        product = through(direction @ hessian).addcmul_(diagonal, direction, value=amount).mul_(mask)
+        product = (coupling @ (direction @ hessian)).addcmul_(diagonal, direction, value=amount).mul_(mask)
         steepness = inner(direction, product)
         step = torch.where(steepness > 0, slope / steepness, 0.0)
         solution.addcmul_(step, direction)

@@ -202,7 +202,7 @@ def row_fisher(
             data.append(piece)
             draws.append(generator)
     residency = residency or Residency()
-    squares = _Squares(model, layers, tables, coupled, residency.hold)
+    squares = _Squares(model, layers, tables, coupled, residency.hold, ranks.size == 1)
     outputs = _Outputs(model, data, draws)
     if squares.embeddings:
         squares.count_tokens(chain, ranks.share(part).batches)
@@ -280,6 +280,8 @@ class _Squares:
         tables: those of the layers whose price is that of a table of an embedding.
         coupled: those of the layers whose second moment is wanted too.
         hold: stores a tensor until the end of the run.
+        alone: no other rank adds to the moments. Sums are float64, so that one rank and several round to the same
+            float32.
     """
 
     def __init__(
@@ -289,8 +291,9 @@ class _Squares:
         tables: Sequence[Layer],
         coupled: Sequence[Layer],
         hold: Callable[[Tensor], Tensor],
+        alone: bool,
     ) -> None:
-        self.model, self._hold = model, hold
+        self.model, self._hold, self._alone = model, hold, alone
         sums = {layer: torch.zeros(layer.shape[0], dtype=torch.float64) for layer in layers}
         self.outputs = {layer: rows for layer, rows in sums.items() if layer.is_called}
         self.products = {layer: rows for layer, rows in sums.items() if not layer.is_called}
@@ -380,14 +383,15 @@ class _Squares:
     def _moment(self, layer: Layer) -> Tensor:
         """The sum of the second moments of a layer, zeros at first."""
         if layer not in self.moments:
-            self.moments[layer] = torch.zeros(layer.shape[0], layer.shape[0])
+            self.moments[layer] = torch.zeros(layer.shape[0], layer.shape[0], dtype=torch.float64)
         return self.moments[layer]
 
     def store(self, layers: Sequence[Layer]) -> None:
         """Store the second moments of layers that get no further gradient on this rank."""
         for layer in layers:
             if layer in self._coupled:
-                self.moments[layer] = self._hold(self._moment(layer))
+                moment = self._moment(layer)
+                self.moments[layer] = self._hold(moment.float() if self._alone else moment)
 
     def result(self, outputs: _Outputs, ranks: Ranks) -> RowFisher:
         """The prices, from sums over these outputs of the model on this rank.
@@ -418,8 +422,11 @@ class _Squares:
             for layer, lookup in lookups.items()
             if bool(lookup.metric.isfinite().all()) and bool(lookup.metric.any())
         }
-        finite = {layer: sums for layer, sums in self.moments.items() if bool(sums.isfinite().all())}
-        moments = {layer: sums for layer, sums in finite.items() if layer in prices and bool(sums.any())}
+        moments = {}
+        for layer in self._coupled:
+            moment = self.moments.pop(layer)
+            if layer in prices and bool(moment.isfinite().all()) and bool(moment.any()):
+                moments[layer] = moment if self._alone else self._hold(moment.float())
         return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions))
 
 

@@ -276,7 +276,7 @@ class Solves:
             seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group + together * prices.solve
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
         single, double, loops = self.operations(rows * readers / (self.ranks if divided else 1), layer.shape[1])
-        single += together * readers / (self.ranks if divided else 1)
+        single += together * readers
         seconds = single * prices.solve + double * prices.double + loops * prices.loop
         seconds = prices.layer + layer.groups * seconds / readers
         return seconds if divided else seconds / max(1.0, min(self.ranks, readers))

@@ -275,9 +275,12 @@ def _coupled(task: Task, solution: Solution, part: slice, ranks: Ranks) -> Solut
     metric = task.metric
     if metric is None or metric.moment is None or not couples_rows(task.settings, task.pattern):
         return solution
-    problem, mask, damping = solution.problem, solution.mask, solution.stats["damping"]
-    weight = coupled_weight(problem, solution.weight, mask, metric, damping, part, ranks.sum)
-    return Solution(weight, mask, problem, solution.stats)
+    problem, rows = solution.problem, (solution.problem.linear, solution.weight, solution.mask)
+    if ranks.size > 1:  # every rank solves all rows, so that one process and several have the same bits
+        linear, weight, mask = (ranks.gather(each.to(problem.dtype), task.layer.shape[0]) for each in rows)
+        rows = linear, weight, mask > 0
+    weight = coupled_weight(problem.matrix, *rows, metric, solution.stats["damping"])
+    return Solution(weight[part], solution.mask, problem, solution.stats)
 
 
 def _solver_of(task: Task) -> str | Solver | None:

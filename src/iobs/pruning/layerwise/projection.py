@@ -133,8 +133,7 @@ class Projection:
         statistics.forget_energy()  # a third of the memory of Grams, which the solves need
         together = unsolved
         if self.ranks.size > 1:
-            # Of all layers of the group, so that a resumed run sums in the same order.
-            divides = len(group.layers) % self.ranks.size
+            divides = len(unsolved) % self.ranks.size
             together = [layer for layer in unsolved if self._can_divide(layer)] if divides else []
         for solved in self._solve_group(together, statistics):
             self._add(self._measure(solved, statistics, 0))
