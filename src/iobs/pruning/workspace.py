@@ -309,8 +309,7 @@ class Workspace:
     @property
     def _weighs_rows(self) -> bool:
         """True if errors of rows count by their Fisher information."""
-        positions = data_batches.positions(self.fit.batches[0])
-        return self.recipe.may_weigh_rows and (self.recipe.curvature == "fisher" or positions > 1)
+        return self.recipe.weighs_rows_of(data_batches.positions(self.fit.batches[0]))
 
     def _couples_rows(self, layer: Layer) -> bool:
         """True if the rows of a layer are solved together."""

@@ -297,7 +297,7 @@ class _Squares:
         sums = {layer: torch.zeros(layer.shape[0], dtype=torch.float64) for layer in layers}
         self.outputs = {layer: rows for layer, rows in sums.items() if layer.is_called}
         self.products = {layer: rows for layer, rows in sums.items() if not layer.is_called}
-        self._coupled = [layer for layer in coupled if layer in self.outputs]
+        self._coupled = dict.fromkeys(layer for layer in coupled if layer in self.outputs)  # in the order of layers
         self.moments: dict[Layer, Tensor] = {}
         self.embeddings = embeddings_of(model, tables)
         self.lookups = {layer: _LookupSums.empty(layer) for layer in self.embeddings.values()}

@@ -401,7 +401,7 @@ def _layers(
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of one round: by phase for all layers together, and by name and phase for single layers."""
     pairs = recipe.target != "layer"
-    weighed = recipe.may_weigh_rows and (recipe.curvature == "fisher" or workload.length > 1)
+    weighed = recipe.weighs_rows_of(workload.length)
     streams = 2 if pairs or recipe.inputs == "dense" else 1
     masks = 1 if fit is None else fit.masks  # projections, of which the first alone compares with the dense model
     one_pass = _one_pass(workload, prices)

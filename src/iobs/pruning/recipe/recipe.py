@@ -202,6 +202,10 @@ class Recipe:
         """True if rows are weighted by their Fisher information, at least in models of text."""
         return self.curvature != "layer" and self.network_solver is None and not self.reads_weights_only
 
+    def weighs_rows_of(self, positions: float) -> bool:
+        """True if rows are weighted, for samples with this many positions: more than one are those of text."""
+        return self.may_weigh_rows and (self.curvature == "fisher" or positions > 1)
+
     def with_quick_solver(self) -> Recipe:
         """The recipe with the fast form of ADMM in its place, for solves that only measure; other solvers stay."""
         slow = self.solver == "admm" or isinstance(self.solver, ADMM)
