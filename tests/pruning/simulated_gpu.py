@@ -191,7 +191,8 @@ class SimulatedGpu(TorchFunctionMode):
         asked, args, kwargs = _asked(args, kwargs)
         lies = GPU if there else CPU
         if name in ("to", "copy_", "__setitem__", "index_put_"):
-            lies = GPU if self._there(args[0]) else CPU
+            like = args[1] if name == "to" and len(args) > 1 and isinstance(args[1], Tensor) else args[0]
+            lies = GPU if self._there(like) else CPU
         lies = asked or lies
         if name == "cpu":
             lies = CPU
