@@ -37,6 +37,58 @@ def test_rounding_is_its_definition():
     assert torch.allclose(found.weight(torch.float32).double(), rounded_slowly(problem, torch.tensor(0.25), 1))
 
 
+def factor_of_rows(rows, seed=3):
+    """A factor K of the metric of rows: lower triangular with a diagonal of 1."""
+    factor = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    lower = torch.linalg.cholesky(factor @ factor.T + 0.3 * torch.eye(rows, dtype=torch.float64))
+    return lower / lower.diagonal()
+
+
+def rounded_in_both_directions(problem, rows, kept, error):
+    """Entry after entry from the last: its error in K^T (V - C) L is what its step leaves."""
+    lower = torch.linalg.cholesky(problem.matrix)
+    change = torch.zeros_like(problem.centre())
+    for j in reversed(range(change.shape[1])):
+        step = short((error / lower[j, j])[None].float(), 1).double()
+        for i in reversed(range(change.shape[0])):
+            left = (rows[i:, i] @ change[i:, j:] @ lower[j:, j]) / lower[j, j]
+            code = ((problem.centre()[i, j] - left) / step).round() if kept[i, j] else 0.0
+            change[i, j] = code * step - problem.centre()[i, j]
+    return problem.centre() + change
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_errors_are_carried_from_row_to_row_and_from_column_to_column(share):
+    problem, rows = layer(30, 20), factor_of_rows(30)
+    lower = torch.linalg.cholesky(problem.matrix)
+    kept = torch.rand(30, 20, generator=torch.Generator().manual_seed(1)) < share
+    target = (rows.T @ problem.centre() @ lower).float()
+    half = SuccessiveRounding(torch.float16, rows)  # its steps are not fitted to the integers
+    found = half._rounded(target, lower.float(), 0.25, kept)
+    expected = rounded_in_both_directions(problem, rows, kept, torch.tensor(0.25))
+    assert torch.allclose(found.weight(torch.float32).double(), expected)
+
+
+def test_rows_that_share_nothing_are_rounded_as_without_a_metric():
+    problem, alone = layer(), torch.eye(96)
+    found = [iobs.solve(problem, iobs.Rate(3.0), SuccessiveRounding(rows=rows)) for rows in (None, alone)]
+    assert torch.equal(found[0].weight, found[1].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [1.5, 3.0])
+def test_carried_errors_cost_less_at_equal_bits(bits, dtype):
+    problem, rows = layer(200, 60), factor_of_rows(200)
+    errors = []
+    for solver in (SuccessiveRounding(dtype), SuccessiveRounding(dtype, rows)):
+        solution = iobs.solve(problem, iobs.Rate(bits), solver)
+        assert 0.96 * bits <= solution.stats["bits"] <= bits
+        assert torch.equal(solution.weight.to(dtype).double(), solution.weight.to(torch.float32).double())
+        change = rows.T @ (solution.weight - problem.centre())
+        errors.append(float((change @ problem.matrix * change).sum()))
+    assert errors[1] < 0.7 * errors[0], errors
+
+
 @pytest.mark.parametrize("bits", [2.0, 3.0])
 def test_bits_are_met_from_below_and_errors_lie_below_those_of_grids(bits):
     problem = layer(256, 64)

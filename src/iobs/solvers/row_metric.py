@@ -35,6 +35,14 @@ class RowMetric:
         """The diagonal alone, of all rows or of these."""
         return RowMetric(self.diagonal if rows is None else self.diagonal[rows.to(self.diagonal.device)])
 
+    def matrix(self, like: Tensor) -> Tensor:
+        """M, (rows, rows), in the dtype and on the device of another tensor."""
+        if self.moment is None:
+            return torch.diag(self.diagonal.to(like))
+        matrix = (self.scale * self.moment).to(like)
+        matrix.diagonal().copy_(self.diagonal)
+        return matrix
+
 
 def coupled_operations(rows: float, columns: int) -> float:
     """Operations of `coupled_weight` for a matrix (rows, columns)."""
@@ -58,8 +66,7 @@ def coupled_weight(
         (rows, columns) in the dtype of the linear term, zero outside the mask.
     """
     assert metric.moment is not None
-    coupling, hessian = (metric.scale * metric.moment).to(linear), hessian.to(linear.dtype)
-    coupling.diagonal().copy_(metric.diagonal)
+    coupling, hessian = metric.matrix(linear), hessian.to(linear.dtype)
     diagonal, amount = coupling.diagonal()[:, None].clone(), damping * float(hessian.diagonal().mean())
 
     def inner(left: Tensor, right: Tensor) -> Tensor:

@@ -13,8 +13,11 @@ the 384 numbers in an embedding of MiniLM, 130 sentences would price at most 130
 Matrices whose output no module returns, such as experts in one parameter, have their price from the gradient of the
 weight, G = sum_t g_t x_t^T: row i costs E[norm(G_i)^2] / E[norm(x_t)^2].
 
-Rows share information: an error of one costs less where that of another cancels it. The second moment of J_t^T B z says
-how much, and its diagonal has the prices. `solvers/row_metric.py` solves the rows of a layer together with it.
+Rows share information: an error of one costs less where that of another cancels it. The second moment of g = J_t^T B z
+says how much. Few positions have most of its energy (of the values in the attention of SmolLM2-135M, ten of a thousand
+have nine tenths), so that it would be that of few samples: each g counts by 1 / norm(g), and entries off the diagonal
+shrink by as much as their errors ask (Ledoit and Wolf 2004, A well-conditioned estimator for large-dimensional
+covariance matrices). `solvers/row_metric.py` and `solvers/successive_rounding.py` solve the rows of a layer with it.
 
 The table of an embedding has its tokens as rows. An error d of the row of token v costs 1/2 n_v d^T F d nats, where n_v
 is the frequency of the token and F the Fisher information of the embedding's output. A head with the same table adds
@@ -54,7 +57,7 @@ PRICED_TOKENS = 4096
 # Share of the mean price that every row has at least, besides its own. Rows that a few samples leave without a gradient
 # would otherwise be free.
 _FLOOR = 0.1
-_SHARED = 0.9  # of what rows share according to few positions, which overestimate it
+_TINY = 1e-30  # norm of a gradient that is not zero
 _PIECE = 2**22  # scores whose gradients are made at once
 _BY_POSITION = "outputs by position"  # name in a checkpoint
 _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
@@ -87,8 +90,8 @@ class RowFisher:
         outputs: (rows,) float64 by layer, squared gradients at the outputs of modules, for one output of the model.
         products: (rows,) float64 by layer, squared norms of the rows of the weight's gradient, for one output of the
             model. They are prices times the squared norm of an input.
-        moments: (rows, rows) float32 by layer, second moments of the gradients whose squares are `outputs`, up to a
-            factor. Of layers whose rows are solved together.
+        moments: (rows, rows) float32 by layer, what rows share, up to a factor. Of layers whose rows are solved
+            together.
         lookups: by layer, of tables of embeddings.
         by_position: True if the model gives an output for every position of text; False: one for each sample, or no row
             has a price.
@@ -137,11 +140,12 @@ class RowFisher:
         return None if prices is None else (prices / prices.mean() + _FLOOR) / (1 + _FLOOR)
 
     def metric(self, layer: Layer) -> RowMetric | None:
-        """The metric of a layer's output rows, with the diagonal of `relative`; None if it is not known."""
+        """The metric of a layer's output rows, with the mean 1 on its diagonal; None if it is not known."""
         diagonal, moment = self.relative(layer), self.moments.get(layer)
         if diagonal is None or moment is None:
             return None if diagonal is None else RowMetric(diagonal)
-        return RowMetric(diagonal, moment, _SHARED / (1 + _FLOOR) * len(moment) / max(float(moment.trace()), 1e-30))
+        scale = len(moment) / float(moment.trace()) / (1 + _FLOOR)
+        return RowMetric(scale * moment.diagonal().double() + _FLOOR / (1 + _FLOOR), moment, scale)
 
     def price(self, layer: Layer, gram: Gram) -> Tensor | None:
         """Nats that a unit of squared error costs in each row, (rows,) float64; None if they are not known.
@@ -365,6 +369,7 @@ class _Squares:
                 axis -= len(module.kernel_size)
             if layer in self._coupled:
                 rows = gradient.movedim(axis, -1)[None].flatten(0, -2).float()
+                rows = rows * torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(_TINY).rsqrt()
                 self._moment(layer).add_((rows.T @ rows).cpu())
             squares = gradient.double().square().movedim(axis, -1)
             self.outputs[layer] += squares[None].flatten(0, -2).sum(0).cpu()  # a layer may be called on one vector
@@ -391,7 +396,18 @@ class _Squares:
         for layer in layers:
             if layer in self._coupled:
                 moment = self._moment(layer)
-                self.moments[layer] = self._hold(moment.float() if self._alone else moment)
+                self.moments[layer] = self._hold(self._shared(layer, moment) if self._alone else moment)
+
+    def _shared(self, layer: Layer, moment: Tensor) -> Tensor:
+        """What rows share, (rows, rows) float32, from all second moments of a layer.
+
+        With weights 1 / norm(g) the squared error of the moment is the sum of the squared norms, if there are many.
+        """
+        diagonal = moment.diagonal().clone()
+        beyond = float(moment.square().sum() - diagonal.square().sum())
+        moment = moment * (1 - min(1.0, float(self.outputs[layer].sum()) / max(beyond, _TINY)))
+        moment.diagonal().copy_(diagonal)
+        return moment.float()
 
     def result(self, outputs: _Outputs, ranks: Ranks) -> RowFisher:
         """The prices, from sums over these outputs of the model on this rank.
@@ -426,7 +442,7 @@ class _Squares:
         for layer in self._coupled:
             moment = self.moments.pop(layer)
             if layer in prices and bool(moment.isfinite().all()) and bool(moment.any()):
-                moments[layer] = moment if self._alone else self._hold(moment.float())
+                moments[layer] = moment if self._alone else self._hold(self._shared(layer, moment))
         return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions))
 
 

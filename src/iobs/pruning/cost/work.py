@@ -50,6 +50,7 @@ from iobs.pruning.workspace import Decisions
 from iobs.solvers.families import REFINEMENTS, SOLVERS
 from iobs.solvers.protocols import SolveCost, declared_cost, usual_cost
 from iobs.solvers.row_metric import coupled_operations
+from iobs.solvers.successive_rounding import carried_operations
 
 # Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
@@ -244,6 +245,7 @@ class Solves:
         ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
         grouped: columns are removed in groups.
         coupled: the weights on the mask are solved for all rows together.
+        carried: errors of coded integers are carried from row to row.
     """
 
     settings: LayerSettings
@@ -253,6 +255,7 @@ class Solves:
     ranks: int = 1
     grouped: bool = False
     coupled: bool = False
+    carried: bool = False
 
     def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
         """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
@@ -272,6 +275,7 @@ class Solves:
         rows = rows_of_group if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
         together = coupled_operations(rows, layer.shape[1]) if self.coupled else 0.0
+        together += carried_operations(rows, layer.shape[1]) if self.carried else 0.0
         if layer.name in prices.measured:
             seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group + together * prices.solve
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
@@ -423,13 +427,15 @@ def _layers(
     for layer in workload.layers:
         settings = recipe.for_layer(layer.name)
         readers = workload.inputs.get(layer.name, LayerInput()).readers
+        coupled, integers = weighed and can_couple(layer) and couples_rows(settings, pattern), isinstance(pattern, Rate)
         solves = Solves(
             settings,
             prices,
             held_out=workload.held_out > 0,
             ranks=workload.ranks,
             grouped=layer.name in workload.grouped,
-            coupled=weighed and can_couple(layer) and couples_rows(settings, pattern),
+            coupled=coupled and not integers,
+            carried=coupled and integers,
         )
         first, later = (replace(solves, pairs=compares).seconds(layer, readers) for compares in (pairs, False))
         products = (2 * streams - 1) + masks - 1

@@ -13,7 +13,7 @@ from iobs.core.column_groups import Groups
 from iobs.core.grids import by_channel
 from iobs.core.integers import FACTOR_BITS, factor_bits, short, sides
 from iobs.core.masks import RowsOf, top_mask
-from iobs.core.patterns import NM, Pattern, Rate, Unstructured
+from iobs.core.patterns import NM, Budget, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
 from iobs.pruning.layerwise.drift import corrected
@@ -27,6 +27,7 @@ from iobs.solvers import ADMM, REFINEMENTS, Refinement, Solver, SparseGPT, solve
 from iobs.solvers.families import GROUP_SOLVERS, family_of
 from iobs.solvers.grouped.scores import KEEPING, GivenScores
 from iobs.solvers.row_metric import RowMetric, coupled_weight
+from iobs.solvers.successive_rounding import SuccessiveRounding
 
 SHOWN_SAMPLES = 16  # samples that give the errors of layers pruned by magnitude, which depends on no data
 # Nonzero integers of each row and column from which factors of rows can be read back from weights, and under a mask.
@@ -98,10 +99,15 @@ def solve_layer(task: Task, statistics: Statistics, ranks: Ranks = ALONE) -> lis
         refine = task.settings.refine
         if task.zeros is not None:
             refine = keeping(task.zeros[part] if order is None else task.zeros[part][:, order], refine)
+        factor = _row_factor(task, problem)
+        scale = _row_scale(task, problem, part, factor)
         solver = _solver_of(task)
         if isinstance(pattern, ChosenGroups):
             solver, refine = _chosen_groups_solver(pattern, solver)
-        scale = _row_scale(task, problem, part)
+        elif factor is not None and scale is not None:
+            # Of the scaled rows: the scale is the diagonal of the factor but for its few bits.
+            sizes, diagonal = scale[:, 0].to(factor), factor.diagonal()
+            solver = SuccessiveRounding(task.stored, (factor / diagonal * sizes / sizes[:, None]).float())
         posed = problem if scale is None else problem.scaled(scale)
         solution = solve(
             posed if order is None else posed.reordered(order),
@@ -187,6 +193,7 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     orders = (by_channel(task.pattern, task.layer.shape[1], task.layer.kernel) for task in tasks)
     one_kind = one_kind and all(order is None for order in orders)
     one_hessian = problems[0].hessian is hessian and all(task.statistics(statistics) is used for task in tasks)
+    one_kind = one_kind and not any(_carries_errors(task) for task in tasks)
     if not (one_kind and one_hessian):
         return [solution for task in tasks for solution in solve_layer(task, statistics, ranks)]
     if problems[0].shape[1] >= SEARCH_COLUMNS and not isinstance(tasks[0].pattern, Groups):
@@ -208,10 +215,28 @@ def solve_together(tasks: Sequence[Task], statistics: Statistics, ranks: Ranks =
     return [_coupled(*row, ranks) for row in zip(tasks, unscaled, rows, strict=True)]
 
 
-def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
+def _carries_errors(task: Task) -> bool:
+    """True if the errors of the rows of a layer are carried from row to row."""
+    return isinstance(task.pattern, Rate) and task.metric is not None and task.metric.moment is not None
+
+
+def _row_factor(task: Task, problem: Quadratic) -> Tensor | None:
+    """The Cholesky factor of the metric of the rows, (rows, rows) float64, if errors are carried from row to row."""
+    if task.metric is None or not _carries_errors(task):
+        return None
+    return linalg.cholesky(task.metric.matrix(problem.matrix.double()))
+
+
+def _row_scale(task: Task, problem: Quadratic, part: slice, factor: Tensor | None = None) -> Tensor | None:
     """Square roots of the weights of some rows, (rows, 1); None if all rows count equally.
 
     Weights of rows change nothing where every row has a count of its own, and nothing in the result of magnitude.
+
+    Args:
+        task: the layer.
+        problem: of the rows.
+        part: these rows.
+        factor: of the metric of all rows, if errors are carried from row to row: its diagonal is what later rows leave.
     """
     competing = rows_compete(task.pattern) and not isinstance(task.pattern, Groups)
     if task.metric is None or not competing or task.settings.reads_weights_only:
@@ -221,7 +246,8 @@ def _row_scale(task: Task, problem: Quadratic, part: slice) -> Tensor | None:
         nonzero = min(kept, task.pattern.bits / 3)  # about; at low rates most of the kept integers are zero
         if nonzero * min(task.layer.shape) < (_READABLE if kept == 1 else _READABLE_MASKED):
             return None
-    scale = task.metric.diagonal[part].sqrt()[:, None].to(task.current.device, problem.dtype)
+    roots = task.metric.diagonal[part].sqrt() if factor is None else factor.diagonal()
+    scale = roots[:, None].to(task.current.device, problem.dtype)
     # Of coded integers each row has a factor, which is a number of few bits.
     return 1 / short(1 / scale, factor_bits(task.stored)) if isinstance(task.pattern, Rate) else scale
 
@@ -262,10 +288,12 @@ def can_couple(layer: Layer) -> bool:
 
 
 def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
-    """True if the weights on the mask of a layer may be solved for all of its rows together, if the layer can be.
+    """True if the rows of a layer may be solved together, if the layer can be: coded integers, and zeros of ADMM.
 
-    Those of other solvers than ADMM are left as published, and values on a grid are rounded row by row.
+    Those of other solvers are left as published, and values on a grid are rounded row by row.
     """
+    if isinstance(pattern, (Rate, Budget)):
+        return True
     zeros = isinstance(pattern, (Unstructured, NM)) and not is_rounded([pattern])
     return zeros and (settings.solver == "admm" or isinstance(settings.solver, ADMM))
 
@@ -273,7 +301,12 @@ def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
 def _coupled(task: Task, solution: Solution, part: slice, ranks: Ranks) -> Solution:
     """The solution with weights that are best for all rows together, if their metric couples them."""
     metric = task.metric
-    if metric is None or metric.moment is None or not couples_rows(task.settings, task.pattern):
+    if (
+        metric is None
+        or metric.moment is None
+        or _carries_errors(task)
+        or not couples_rows(task.settings, task.pattern)
+    ):
         return solution
     problem, rows = solution.problem, (solution.problem.linear, solution.weight, solution.mask)
     if ranks.size > 1:  # every rank solves all rows, so that one process and several have the same bits
