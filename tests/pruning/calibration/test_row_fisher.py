@@ -9,6 +9,7 @@ import menagerie
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import iobs
 from iobs import Unstructured
@@ -381,6 +382,26 @@ def test_rows_solved_together_lower_the_divergence_of_a_language_model(pattern, 
         model = copy.deepcopy(embedded.module)
         losses.append(iobs.prune(model, batches, pattern, "one-shot", holdout=0.25).best.loss_heldout)
     assert losses[1] < 0.98 * losses[0], losses
+
+
+def test_integers_of_encoders_carry_no_errors_from_row_to_row(monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=50, **sizes)
+    encoder = BertModel(config, add_pooling_layer=False).eval()
+    texts = [{"input_ids": torch.randint(0, 50, (8, 16))} for _ in range(4)]
+    layers = [layer for layer in find_layers(encoder) if layer.name.startswith("encoder.")]
+    found = row_fisher(encoder, layers, [], Samples.of(texts), seed=3, coupled=layers)
+    assert found.moments
+    assert not found.of_chances
+    transformer, batches = text_classifier_by_position()
+    assert row_fisher(transformer, find_layers(transformer), [], Samples.of(batches), seed=3).of_chances
+    rounding, shared = problem.SuccessiveRounding, []
+    monkeypatch.setattr(
+        problem, "SuccessiveRounding", lambda *arguments: shared.append(arguments) or rounding(*arguments)
+    )
+    iobs.prune(encoder, texts, iobs.Rate(6.0), "one-shot", curvature="fisher", include="encoder.*")
+    assert not shared
 
 
 def test_errors_carried_from_row_to_row_lower_the_divergence_at_equal_bits(embedded, monkeypatch):

@@ -102,9 +102,9 @@ class Recipe:
             layer whose output is added to a residual matches the sum of both; later rounds have the target "model".
             "model": its output in the model at the start of the round, dense in the first round and fine-tuned later.
         curvature: the quadratic of each layer. "layer": the squared error of its output. "fisher": rows are weighted by
-            their Fisher information about the model's outputs where they compete for entries, and with ADMM the weights
-            on the mask are those that are best for all rows together. "auto": "fisher" for models of text. On pictures
-            weights of rows gain nothing, or lose (LOG.md).
+            their Fisher information about the model's outputs where they compete for entries or bits, and coded
+            integers, and with ADMM the weights on the mask, are those that are best for all rows together. "auto":
+            "fisher" for models of text. On pictures weights of rows gain nothing, or lose (LOG.md).
         inputs: inputs of each layer: "pruned": through the pruned layers before it; "dense": from the dense model.
         rounds: repeated projections. `but` and `iobs.prune` also take a number of rounds, see `but`.
         finetune: gradient steps on the final support, after the last round; None: no steps.
