@@ -406,7 +406,7 @@ class _Squares:
                 self.moments[layer] = self._hold(self._shared(layer, moment) if self._alone else moment)
 
     def _shared(self, layer: Layer, moment: Tensor) -> Tensor:
-        """What rows share, (rows, rows) float32, from all second moments of a layer.
+        """The shrunk second moment of a layer, (rows, rows) float32, from the sum over all positions.
 
         With weights 1 / norm(g) the squared error of the moment is the sum of the squared norms, if there are many.
         """
