@@ -9,6 +9,7 @@ from menagerie import SmallTransformer, build, token_batches
 from simulated_gpu import GPU, OnGpu, on_gpu
 
 import iobs
+from iobs.pruning.layerwise import problem
 from iobs.pruning.recipe import BlockFit
 
 
@@ -151,3 +152,13 @@ def test_prune_by_fisher_on_a_gpu(gpu, method):
     model, data = build("perceptron")
     report = iobs.prune(on_gpu(model), data, 0.5, iobs.Recipe(solver=method), holdout=0.0)
     assert report.sparsity == pytest.approx(0.5, abs=0.01)
+
+
+def test_coded_integers_on_a_gpu_carry_errors_from_row_to_row(gpu, monkeypatch):
+    torch.manual_seed(0)
+    model, data = SmallTransformer(width=32, depth=1).eval(), token_batches(count=2, size=6, length=8)
+    rounding, shared = problem.SuccessiveRounding, []
+    monkeypatch.setattr(problem, "SuccessiveRounding", lambda *given: shared.append(given) or rounding(*given))
+    iobs.prune(on_gpu(model), data, iobs.Rate(9.0), "one-shot", include=["*.q", "*.down"])
+    assert shared
+    assert all(isinstance(value, OnGpu) for value in model.parameters())
