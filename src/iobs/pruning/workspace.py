@@ -321,9 +321,11 @@ class Workspace:
         weighs = self._weighs_rows and rows_compete(self.request.patterns[layer])
         weighs = weighs or layer in self.tables  # frequencies of tokens
         metric = self.fisher.metric(layer) if weighs or self._couples_rows(layer) else None
-        if metric is None or self.fisher.of_chances or not isinstance(self.request.patterns[layer], Rate):
+        if metric is None or self.fisher.by_position or not isinstance(self.request.patterns[layer], Rate):
             return metric
-        return metric.uncoupled()  # integers of encoders: MiniLM loses 9 percent by carrying errors from row to row
+        # Errors of integers go where few samples, whose positions share one output, saw no gradient: MiniLM as a model
+        # of one embedding for a text loses 9 percent by it, and as one of a state for each token gains 14 (LOG.md).
+        return metric.uncoupled()
 
     @property
     def metrics(self) -> dict[Layer, RowMetric]:

@@ -59,7 +59,7 @@ PRICED_TOKENS = 4096
 _FLOOR = 0.1
 _TINY = 1e-30  # norm of a gradient that is not zero
 _PIECE = 2**22  # scores whose gradients are made at once
-_BY_POSITION, _OF_CHANCES = "outputs by position", "outputs are scores"  # names in a checkpoint
+_BY_POSITION = "outputs by position"  # name in a checkpoint
 _WITHOUT = 'Take curvature="layer" and allocation="uniform".'
 
 
@@ -95,8 +95,6 @@ class RowFisher:
         lookups: by layer, of tables of embeddings.
         by_position: True if the model gives an output for every position of text; False: one for each sample, or no row
             has a price.
-        of_chances: True if the outputs are scores of classes, such as tokens; False: numbers, such as the states of an
-            encoder, or no row has a price.
     """
 
     outputs: dict[Layer, Tensor] = field(default_factory=dict)
@@ -104,7 +102,6 @@ class RowFisher:
     moments: dict[Layer, Tensor] = field(default_factory=dict)
     lookups: dict[Layer, Lookup] = field(default_factory=dict)
     by_position: bool = False
-    of_chances: bool = False
 
     @property
     def prices_rows(self) -> bool:
@@ -121,8 +118,7 @@ class RowFisher:
             ("count", {layer: torch.tensor(lookup.count) for layer, lookup in self.lookups.items()}),
         ]
         tensors = {f"{kind} {layer.name}": values for kind, of_layers in named for layer, values in of_layers.items()}
-        kinds = {_BY_POSITION: torch.tensor(self.by_position), _OF_CHANCES: torch.tensor(self.of_chances)}
-        return tensors | kinds
+        return {**tensors, _BY_POSITION: torch.tensor(self.by_position)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], layers: Sequence[Layer]) -> RowFisher:
@@ -133,8 +129,8 @@ class RowFisher:
 
         metrics, of_tokens, counts = prices("metric"), prices("price"), prices("count")
         lookups = {layer: Lookup(metrics[layer], of_tokens[layer], int(counts[layer])) for layer in metrics}
-        by_position, of_chances = (bool(tensors.get(kind, False)) for kind in (_BY_POSITION, _OF_CHANCES))
-        return cls(prices("output"), prices("product"), {}, lookups, by_position, of_chances)
+        by_position = bool(tensors.get(_BY_POSITION, False))
+        return cls(prices("output"), prices("product"), {}, lookups, by_position)
 
     def relative(self, layer: Layer) -> Tensor | None:
         """Prices of the rows of a layer relative to their mean, (rows,) float64; None if they are not known."""
@@ -241,7 +237,6 @@ class _Outputs:
     Attributes:
         samples: number of outputs so far, of models with one for each sample.
         positions: number of outputs so far, without padding, of models with one for each position of text.
-        scored: number of batches so far whose outputs are scores of classes.
     """
 
     model: nn.Module
@@ -249,7 +244,6 @@ class _Outputs:
     generators: list[torch.Generator]
     samples: int = 0
     positions: int = 0
-    scored: int = 0
 
     def probe(self, index: int, output: object = None) -> Tensor:
         """A scalar whose gradient at the scores of a batch has their Fisher information as its second moment.
@@ -270,7 +264,6 @@ class _Outputs:
         else:
             self.samples += size(batch)
         axis = class_axis(scores, batch, model)
-        self.scored += axis is not None
         if not scores.requires_grad:
             raise ProblemError(
                 f"The model's outputs have no gradient: it computes under torch.no_grad, or detaches them. {_WITHOUT}"
@@ -421,11 +414,8 @@ class _Squares:
 
         Layers without a finite gradient are left out.
         """
-        positions, scored = (
-            torch.tensor(float(number), dtype=torch.float64) for number in (outputs.positions, outputs.scored)
-        )
+        positions = torch.tensor(float(outputs.positions), dtype=torch.float64)
         ranks.sum(positions)
-        ranks.sum(scored)
         total = torch.tensor(float(outputs.positions + outputs.samples), dtype=torch.float64)
         of_lookups = [tensor for sums in self.lookups.values() for tensor in sums.tensors]
         for tensor in (
@@ -453,7 +443,7 @@ class _Squares:
             moment = self.moments.pop(layer)
             if layer in prices and bool(moment.isfinite().all()) and bool(moment.any()):
                 moments[layer] = moment if self._alone else self._hold(self._shared(layer, moment))
-        return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions), bool(scored))
+        return RowFisher(prices, usable(self.products), moments, usable_lookups, bool(positions))
 
 
 @dataclass(frozen=True)
