@@ -26,7 +26,7 @@ from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.patterns import rows_compete
-from iobs.pruning.layerwise.problem import can_couple, couples_rows
+from iobs.pruning.layerwise.problem import couples
 from iobs.pruning.network.layers import Layer, biases_of, embeddings_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
@@ -314,7 +314,7 @@ class Workspace:
     def _couples_rows(self, layer: Layer) -> bool:
         """True if the rows of a layer are solved together."""
         pattern = self.request.patterns[layer]
-        return self._weighs_rows and can_couple(layer) and couples_rows(self.recipe.for_layer(layer.name), pattern)
+        return self._weighs_rows and couples(layer, self.recipe.for_layer(layer.name), pattern)
 
     def metric_of(self, layer: Layer) -> RowMetric | None:
         """The metric of the errors of a layer's rows; None if it decides nothing."""

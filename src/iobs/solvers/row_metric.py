@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from iobs.core.linalg import cholesky
+
 _ITERATIONS = 8  # of conjugate gradients, from the weights that are best row by row
 
 
@@ -35,13 +37,16 @@ class RowMetric:
         """The diagonal alone, of all rows or of these."""
         return RowMetric(self.diagonal if rows is None else self.diagonal[rows.to(self.diagonal.device)])
 
-    def matrix(self, like: Tensor) -> Tensor:
-        """M, (rows, rows), in the dtype and on the device of another tensor."""
-        if self.moment is None:
-            return torch.diag(self.diagonal.to(like))
-        matrix = (self.scale * self.moment).to(like)
+    def matrix(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """M, (rows, rows), of a metric with a moment."""
+        assert self.moment is not None
+        matrix = (self.scale * self.moment).to(device, dtype)
         matrix.diagonal().copy_(self.diagonal)
         return matrix
+
+    def factor(self, device: torch.device) -> Tensor:
+        """The lower Cholesky factor of M, (rows, rows) float64, of a metric with a moment."""
+        return cholesky(self.matrix(device, torch.float64))
 
 
 def coupled_operations(rows: float, columns: int) -> float:
@@ -66,7 +71,7 @@ def coupled_weight(
         (rows, columns) in the dtype of the linear term, zero outside the mask.
     """
     assert metric.moment is not None
-    coupling, hessian = metric.matrix(linear), hessian.to(linear.dtype)
+    coupling, hessian = metric.matrix(linear.device, linear.dtype), hessian.to(linear.dtype)
     diagonal, amount = coupling.diagonal()[:, None].clone(), damping * float(hessian.diagonal().mean())
 
     def inner(left: Tensor, right: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from iobs.pruning.cost.work import run_samples, solver_cost, stated_sizes
 from iobs.pruning.descent import STEPS_BETWEEN_SAVES
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.problem import can_couple, couples_rows, weighs_rows
+from iobs.pruning.layerwise.problem import couples, weighs_rows
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import state
 from iobs.pruning.plan.counts import divides
@@ -208,7 +208,7 @@ def moment_bytes(layers: Iterable[Layer], recipe: Recipe, pattern: Pattern) -> i
 
 def _couples(layer: Layer, recipe: Recipe, pattern: Pattern) -> bool:
     """True if the rows of a layer may be solved together."""
-    return recipe.may_weigh_rows and can_couple(layer) and couples_rows(recipe.for_layer(layer.name), pattern)
+    return recipe.may_weigh_rows and couples(layer, recipe.for_layer(layer.name), pattern)
 
 
 def peaks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -23,9 +23,8 @@ from iobs.pruning.descent.rates import block_trials, most_trial_steps, network_t
 from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.layerwise.problem import (
     SHOWN_SAMPLES,
-    can_couple,
     can_share,
-    couples_rows,
+    couples,
     solves_by_rows,
     weighs_rows,
 )
@@ -244,8 +243,7 @@ class Solves:
         held_out: held-out samples have Grams of their own.
         ranks: number of processes that divide the rows of a layer, if its solver can, or else the layers of a group.
         grouped: columns are removed in groups.
-        coupled: the weights on the mask are solved for all rows together.
-        carried: errors of coded integers are carried from row to row.
+        together: operations of solving all rows of a matrix (rows, columns) together; None: they are not.
     """
 
     settings: LayerSettings
@@ -254,8 +252,7 @@ class Solves:
     held_out: bool = False
     ranks: int = 1
     grouped: bool = False
-    coupled: bool = False
-    carried: bool = False
+    together: Callable[[float, int], float] | None = None
 
     def operations(self, rows: float, columns: int) -> tuple[float, float, float]:
         """Operations in float32, in float64, and in loops: of the problem, its solution, and its errors."""
@@ -274,8 +271,7 @@ class Solves:
         rows_of_group = layer.shape[0] / layer.groups
         rows = rows_of_group if rows is None else rows
         prices, divided = self.prices, solves_by_rows(self.settings)
-        together = coupled_operations(rows, layer.shape[1]) if self.coupled else 0.0
-        together += carried_operations(rows, layer.shape[1]) if self.carried else 0.0
+        together = 0.0 if self.together is None else self.together(rows, layer.shape[1])
         if layer.name in prices.measured:
             seconds = prices.measured[layer.name] * layer.groups * rows / rows_of_group + together * prices.solve
             return seconds / max(1.0, self.ranks if divided else min(self.ranks, readers))
@@ -423,19 +419,17 @@ def _layers(
         shared["steps of blocks"] += taken / fit.window * workload.blocks * _STEP_CALL
         shared["forward passes"] += (fit.window - 0.5) * one_pass
         shared["outputs of dense blocks"] = one_pass
-    by_layer = {}
+    together, by_layer = carried_operations if isinstance(pattern, Rate) else coupled_operations, {}
     for layer in workload.layers:
         settings = recipe.for_layer(layer.name)
         readers = workload.inputs.get(layer.name, LayerInput()).readers
-        coupled, integers = weighed and can_couple(layer) and couples_rows(settings, pattern), isinstance(pattern, Rate)
         solves = Solves(
             settings,
             prices,
             held_out=workload.held_out > 0,
             ranks=workload.ranks,
             grouped=layer.name in workload.grouped,
-            coupled=coupled and not integers,
-            carried=coupled and integers,
+            together=together if weighed and couples(layer, settings, pattern) else None,
         )
         first, later = (replace(solves, pairs=compares).seconds(layer, readers) for compares in (pairs, False))
         products = (2 * streams - 1) + masks - 1

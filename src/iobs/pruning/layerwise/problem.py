@@ -224,7 +224,7 @@ def _row_factor(task: Task, problem: Quadratic) -> Tensor | None:
     """The Cholesky factor of the metric of the rows, (rows, rows) float64, if errors are carried from row to row."""
     if task.metric is None or not _carries_errors(task):
         return None
-    return linalg.cholesky(task.metric.matrix(problem.matrix.double()))
+    return task.metric.factor(problem.device)
 
 
 def _row_scale(task: Task, problem: Quadratic, part: slice, factor: Tensor | None = None) -> Tensor | None:
@@ -278,13 +278,14 @@ def weighs_rows(recipe: Recipe, pattern: Pattern) -> bool:
     return recipe.may_weigh_rows and (rows_compete(pattern) or couples_rows(recipe, pattern))
 
 
-def can_couple(layer: Layer) -> bool:
-    """True if the rows of a layer can be solved together.
+def couples(layer: Layer, settings: LayerSettings | Recipe, pattern: Pattern) -> bool:
+    """True if the rows of a layer are solved together, where their errors are weighed.
 
     Of layers with more rows than columns the metric has more numbers than the weights, and in the perceptrons of
     SmolLM2-135M it gains least.
     """
-    return layer.groups == 1 and layer.shape[0] <= layer.shape[1] and layer.is_called
+    can_be = layer.groups == 1 and layer.shape[0] <= layer.shape[1] and layer.is_called
+    return can_be and couples_rows(settings, pattern)
 
 
 def couples_rows(settings: LayerSettings | Recipe, pattern: Pattern) -> bool:

@@ -67,7 +67,7 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
             metric = workspace.metric_of(layer)
             if prices is not None:
                 if metric is not None and metric.moment is not None:
-                    prices = prices.mean() * cholesky(metric.matrix(weight)).diagonal().square()
+                    prices = prices.mean() * metric.factor(weight.device).diagonal().square()
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
