@@ -82,7 +82,7 @@ METHODS: dict[str, Recipe | str | Callable[[nn.Module, list[Batch], str], Recipe
 }
 FEWER_WINDOWS = {f"one-shot, {windows} windows": windows for windows in (8, 16, 32)}
 METHODS |= dict.fromkeys(FEWER_WINDOWS, "one-shot")
-WITHIN = {"best, within 100 minutes": "100min"}
+WITHIN = {"best, within an hour": "60min"}
 METHODS |= dict.fromkeys(WITHIN, "best")
 QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
 

@@ -30,7 +30,14 @@ def settings():
     return found
 
 
-FULL = ["highest", False, *["ieee"] * (4 if NEWER else 0)]
+def exact():
+    """True if products and convolutions of float32 have all bits: on a GPU by the settings, on this CPU by a product.
+
+    A CPU may be allowed to round to bfloat16 where it does not.
+    """
+    left, right = torch.randn(2, 200, 200).unbind()
+    error = (left @ right).double() - left.double() @ right.double()
+    return settings()[1:5] == [False, *["ieee"] * (3 if NEWER else 0)] and bool(error.norm() < 1e-6 * 200**1.5)
 
 
 @pytest.fixture(params=["default", "high", "medium", *(["newer"] if NEWER else [])])
@@ -45,21 +52,21 @@ def user(request):
 
 
 def test_the_settings_of_the_user_come_back(user):
-    assert user != FULL
+    assert not exact()
     with full_precision():
-        assert settings() == FULL
+        assert exact()
         with full_precision():
-            assert settings() == FULL
+            assert exact()
         with precision_of_user():
             assert settings() == user
-        assert settings() == FULL
+        assert exact()
     assert settings() == user
 
 
 def test_the_settings_of_the_user_come_back_after_an_error(user):
     @full_precision()
     def fails():
-        assert settings() == FULL
+        assert exact()
         raise KeyError
 
     with pytest.raises(KeyError):
@@ -73,7 +80,7 @@ def test_the_settings_of_the_user_come_back_when_the_last_thread_ends(user):
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert settings() == FULL
+    assert exact()
     second.__exit__(None, None, None)
     assert settings() == user
 
@@ -86,7 +93,7 @@ class Noting(nn.Module):
         self.linear, self.seen = nn.Linear(6, 3), []
 
     def forward(self, x):
-        self.seen.append(settings())
+        self.seen.append((exact(), settings()))
         return self.linear(x)
 
 
@@ -102,7 +109,7 @@ def test_prune_and_evaluate_compute_in_full_precision(high):
     iobs.prune(model, [torch.randn(20, 6)], 0.5, iobs.Recipe(solver="magnitude"))
     accuracy(model, [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))])
     assert model.seen
-    assert all(one == FULL for one in model.seen)
+    assert all(full for full, _ in model.seen)
     assert settings() == high
 
 
@@ -110,13 +117,13 @@ def test_solve_computes_in_full_precision(high):
     seen = []
 
     def solver(problem, pattern):
-        seen.append(settings())
+        seen.append(exact())
         return iobs.solvers.SOLVERS["magnitude"]()(problem, pattern)
 
     problem = iobs.Quadratic.at(torch.randn(2, 4), torch.eye(4))
     iobs.solve(problem, iobs.Unstructured(0.5), solver)
     iobs.solvers.interface.solve_many([problem], [iobs.Unstructured(0.5)], solver)
-    assert seen == [FULL, FULL]
+    assert seen == [True, True]
     assert settings() == high
 
 
@@ -124,7 +131,7 @@ def test_models_with_recurrent_layers_keep_cudnn_off_only_inside():
     before = torch.backends.cudnn.enabled
     with evaluating(nn.LSTM(3, 3)):
         assert not torch.backends.cudnn.enabled
-        assert settings() == FULL
+        assert exact()
     assert torch.backends.cudnn.enabled == before
 
 
@@ -132,5 +139,5 @@ def test_times_are_measured_with_the_settings_of_the_user(high):
     wide, narrow = Noting(), Noting()
     with evaluating(wide):
         shares_of(wide, narrow, torch.randn(2, 6), "torch", lambda calls: [call() or 1.0 for call in calls])
-        assert settings() == FULL
-    assert wide.seen == narrow.seen == [high]
+        assert exact()
+    assert wide.seen == narrow.seen == [(False, high)]

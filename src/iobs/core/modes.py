@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 _Setting = tuple[Callable[[], object], Callable[..., object], object]  # how to read and write it, its full precision
-_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")  # kinds of products, from torch 2.9 on
+_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # kinds of products, from torch 2.9 on, besides those of oneDNN
+_EXACT = 1e-6  # relative error of products of float32, some 4e-7; that of inputs in bfloat16 is some 2e-3
 _lock = threading.Lock()
 _depth = 0  # of `full_precision`, in all threads together: the settings are those of the process
 _of_user: list[object] = []  # the settings outside of all `full_precision`, while there is one
@@ -26,7 +27,8 @@ def full_precision() -> Iterator[None]:
     """Compute products and convolutions of float32 in float32, whatever the user allows; the last exit restores that.
 
     A GPU otherwise rounds their inputs to 10 bits (TF32): in convolutions by default, in products if the user asks for
-    it. Gram matrices, inverses and comparisons of networks need all bits.
+    it. Gram matrices, inverses and comparisons of networks need all bits. On processors of AMD with AVX-512 products
+    then take half of torch's usual time (`_is_quick_and_exact`).
     """
     global _depth, _of_user
     with _lock:
@@ -65,16 +67,45 @@ def _settings() -> list[_Setting]:
     The first two exist in every version, and write the newer ones. All are kept in agreement, since torch refuses to
     read an old setting that contradicts a newer one.
     """
+    newer = hasattr(torch.backends, "fp32_precision")
+    medium: _Setting = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    onednn = _attribute(attrgetter("mkldnn.matmul")(torch.backends), "fp32_precision", "bf16") if newer else medium
+    quick = _is_quick_and_exact(onednn)
     settings: list[_Setting] = [
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        (*medium[:2], "medium" if quick else "highest"),
         _attribute(torch.backends.cudnn, "allow_tf32", False),
     ]
-    if hasattr(torch.backends, "fp32_precision"):
+    if newer:
         settings += [_attribute(attrgetter(path)(torch.backends), "fp32_precision", "ieee") for path in _NEWER]
+        settings.append((*onednn[:2], None if quick else "ieee"))  # None: it follows the first setting
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.9 warns once that it has newer settings
         _values(settings)
     return settings
+
+
+def _is_quick_and_exact(setting: _Setting) -> bool:
+    """True if this CPU multiplies float32 faster, and with all bits, under a setting that lets torch round to bfloat16.
+
+    torch multiplies by MKL, which leaves half of the width of AVX-512 unused on processors of AMD. Where inputs may be
+    rounded it multiplies by oneDNN, which uses all of it, in 45 % of the time (LOG.md). oneDNN rounds them only on
+    processors with AMX or of another family; a product shows whether it does.
+    """
+    able = torch.cpu.get_capabilities()
+    if torch.cuda.is_available() or not able.get("avx512_bf16") or able.get("amx_bf16"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    wide = [torch.randn(256, 256, generator=generator, dtype=torch.float64, device="cpu") for _ in range(2)]
+    left, right = (matrix.float() for matrix in wide)
+    read, write, rounding = setting
+    before = read()
+    write(rounding)
+    try:
+        product = left @ right
+    finally:
+        write(before)
+    exact = left.double() @ right.double()
+    return bool((product - exact).norm() <= _EXACT * exact.norm())
 
 
 def _attribute(owner: object, name: str, full: object) -> _Setting:
