@@ -8,7 +8,8 @@ Large shapes and GPUs are the business of layer_shapes.py.
 
 Everything runs in one process on one thread, ours and theirs in turn, on the same problem at the same count of
 non-zeros. Time is the process's own (user and system), so that a shared machine disturbs it little; the least of
-the repeats counts. A row a run is added to results/layer_race.jsonl, and runs that have a row are skipped.
+the repeats counts. Products of float32 are computed alike for all. A row a run is added to results/layer_race.jsonl,
+and runs that have a row are skipped.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rows import Row, Rows, stamp
 from torch import Tensor
 
 import iobs
+from iobs.core.modes import full_precision
 
 CELLS = ["0.5", "0.6", "0.7", "0.8", "0.9", "2:4"]
 OURS = {
@@ -55,7 +57,8 @@ def contestants(problem: Problem, cell: str, peers: Peers | None) -> dict[str, C
         return iobs.solve(quadratic, pattern_of(cell), damping=DAMPING, **options).weight  # type: ignore[arg-type]
 
     def theirs(method: str) -> Tensor:
-        return getattr(peers, method)(problem.weight, problem.gram, sparsity, nm)  # type: ignore[no-any-return]
+        with full_precision():  # the products of float32 that ours have, which some processors compute faster
+            return getattr(peers, method)(problem.weight, problem.gram, sparsity, nm)  # type: ignore[no-any-return]
 
     calls: dict[str, Callable[[], Tensor]] = {}
     small = problem.weight.shape == (384, 384)
