@@ -14,8 +14,7 @@ from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Tracer, version_of
 from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.calibration.replay import StopForward, Stream
-from iobs.pruning.calibration.shortcuts import Shortcut, exact_shortcuts
+from iobs.pruning.calibration.replay import Shortcut, StopForward, Stream, exact_shortcuts
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.network.modes import replaced_forwards
 from iobs.pruning.runtime.ranks import Ranks

@@ -40,8 +40,7 @@ from iobs.pruning.calibration.inputs import (
     require_finite,
 )
 from iobs.pruning.calibration.moments import layer_outputs
-from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
-from iobs.pruning.calibration.shortcuts import Shortcuts
+from iobs.pruning.calibration.replay import BEFORE, Residency, Shortcuts, Stream
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import outputs
