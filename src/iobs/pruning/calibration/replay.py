@@ -288,8 +288,8 @@ class Residency:
 
 
 # ---- shortcuts through a block: modules that need not run again once the input of one layer is known
-# After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind it
-# need only this input: the attention module is replaced by one that returns the output projection of the input, and
+# After q, k and v are pruned, attention is computed once, up to the input of the output projection. The layers behind
+# it need only this input: the attention module is replaced by one that returns the output projection of the input, and
 # computes nothing else.
 @dataclass(frozen=True)
 class Shortcut:

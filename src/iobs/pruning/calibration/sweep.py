@@ -29,11 +29,11 @@ from iobs.pruning.calibration.gram import (
     Statistics,
     draw_positions,
     input_rows,
+    layer_outputs,
     output_rows,
     statistics_of,
 )
 from iobs.pruning.calibration.hooks import captured_inputs
-from iobs.pruning.calibration.moments import layer_outputs
 from iobs.pruning.calibration.replay import BEFORE, Residency, Shortcut, Shortcuts, StopForward, Stream, exact_shortcuts
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.network.modes import replaced_forwards
