@@ -16,7 +16,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import running_along_is_exact
 from iobs.pruning.calibration.losses import task_loss
 from iobs.pruning.calibration.observe import changing_modules, observe
-from iobs.pruning.calibration.tracking import Tracker
+from iobs.pruning.calibration.uses import Tracker
 from iobs.pruning.network.copies import dense_copy
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import find_layers
