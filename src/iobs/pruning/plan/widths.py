@@ -23,8 +23,7 @@ from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.expected import can_copy
-from iobs.pruning.structure.removal import take_biases
-from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units import Site, take_biases
 from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.knapsack import WidthChoice, choices_of, chosen_widths, possible_widths, require_reachable
 from iobs.pruning.widths.latency import NAMES, Latency, measure, narrowed, shares_of

@@ -29,8 +29,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits, tensors_of
 from iobs.pruning.structure.config_widths import counts_heads, is_configured
-from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
-from iobs.pruning.structure.units import Attribute, Site
+from iobs.pruning.structure.units import CONFIG, Attribute, Site, remove, zero_columns
 
 _SIZED = {
     *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.expand),

@@ -59,8 +59,7 @@ from iobs.pruning.structure.config_widths import (
     without_entries,
 )
 from iobs.pruning.structure.expected import Expected, can_copy, require_rebuilt
-from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Attribute, Site, Slices
+from iobs.pruning.structure.units import Attribute, Site, Slices, remove
 from iobs.pruning.structured_report import (
     CostRecord,
     PlannedCost,
