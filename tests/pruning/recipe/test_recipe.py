@@ -10,7 +10,7 @@ import torch
 import iobs
 from iobs.core.structured import Units
 from iobs.errors import IOBSError, ProblemError
-from iobs.pruning.descent.optimizers import OPTIMIZERS
+from iobs.pruning.descent import OPTIMIZERS
 from iobs.pruning.descent.scoring import LOSSES
 from iobs.pruning.layerwise.projection import TARGETS
 from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, as_recipe

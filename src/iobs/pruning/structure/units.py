@@ -1,4 +1,4 @@
-"""Units of a network: channels, neurons and heads, as the rows that write and the columns that read them; their removal."""
+"""Units of a network: channels, neurons and heads, as the rows that write and the columns that read them, and removed."""
 
 from __future__ import annotations
 
