@@ -14,8 +14,7 @@ from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.descent import Descent, share_of_rate
 from iobs.pruning.descent.augment import FlipShift, copies
 from iobs.pruning.descent.batches import drawn_batches
-from iobs.pruning.descent.gradients import LossGradient, ModelLoss
-from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
 from iobs.pruning.runtime.ranks import ALONE
 from iobs.pruning.samples.batches import size
 from iobs.pruning.samples.subsets import Samples, rebatched

@@ -2,7 +2,7 @@
 
     for each step:
         loss, gradients = mean over ranks of gradient(next items)      # gradients.py
-        masters = optimizer(masters, mask * gradients, rate)           # masters.py, and below
+        masters = optimizer(masters, mask * gradients, rate)           # gradients.py, and below
 
 A run continues from a checkpoint, can be undone, and is undone where it raises the held-out loss.
 """
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from iobs.errors import NonFiniteError
-from iobs.pruning.descent.gradients import Gradient
-from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.gradients import Gradient, Masters
 from iobs.pruning.runtime.checkpoint import Checkpoint
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import Ranks

@@ -1,4 +1,4 @@
-"""Units of a network: channels, neurons and heads, as the rows that write and the columns that read them, and removed."""
+"""Units of a network: channels, neurons and heads, as rows that write them and columns that read them; their removal."""
 
 from __future__ import annotations
 
