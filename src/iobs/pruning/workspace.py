@@ -18,9 +18,9 @@ from iobs.pruning.calibration.gram import Gram, plain_gram
 from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
 from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.descent import Descent, RateSchedule, StepCheckpoint
+from iobs.pruning.descent.augment import copies_to_sample, require_sampling, with_sampled_text
 from iobs.pruning.descent.batches import drawn_batches, samples_of_step
 from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
-from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling, with_sampled_text
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
 from iobs.pruning.layerwise.grids import free_zeros, rounding_of
 from iobs.pruning.layerwise.patterns import rows_compete

@@ -13,8 +13,7 @@ from torch import nn
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
-from iobs.pruning.descent.augment import copies, suited
-from iobs.pruning.descent.sampled_text import sampled_text, windows_of_steps
+from iobs.pruning.descent.augment import copies, sampled_text, suited, windows_of_steps
 from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction

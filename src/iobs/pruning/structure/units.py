@@ -1,4 +1,4 @@
-"""Units of a network: channels, neurons and heads, as rows that write them and columns that read them; their removal."""
+"""Units of a network: channels, neurons and heads, as rows that write and columns that read them; and their removal."""
 
 from __future__ import annotations
 
