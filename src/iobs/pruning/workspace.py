@@ -30,8 +30,7 @@ from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import describe_part, plain
 from iobs.pruning.report import JsonObject
-from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
-from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
+from iobs.pruning.runtime.checkpoint import Checkpoint, fingerprint, identity_of, open_checkpoint
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
 from iobs.pruning.samples import batches as data_batches
