@@ -31,8 +31,7 @@ from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found, require_merged, require_usable
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.plan.rates import rate_of, require_rates
-from iobs.pruning.recipe import Changes, Recipe, as_recipe
-from iobs.pruning.recipe.recipe import as_structured_recipe
+from iobs.pruning.recipe import Changes, Recipe, as_recipe, as_structured_recipe
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.runtime.checkpoint import RUN, Checkpoint
 from iobs.pruning.runtime.ranks import current
