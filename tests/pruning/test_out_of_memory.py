@@ -11,7 +11,7 @@ from traced_sites import find_sites
 import iobs
 from iobs.errors import is_out_of_memory
 from iobs.pruning.blockwise.offloaded import OffloadedStore
-from iobs.pruning.calibration import losses, shortcuts
+from iobs.pruning.calibration import losses, replay
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import running_along_is_exact
 from iobs.pruning.calibration.losses import task_loss
@@ -150,7 +150,7 @@ def product_is_compared(monkeypatch):
 
 
 def shortcut_is_tried(monkeypatch):
-    shortcuts._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
+    replay._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
 
 
 def copies_are_followed(monkeypatch):
