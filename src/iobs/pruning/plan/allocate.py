@@ -93,8 +93,7 @@ def _zeros(
             trial_density=1 - sparsity,
             statistics={} if criterion == "search" else None,
         )
-        measured = sweep.curves()
-        curves = {layer: entry.curve for layer, entry in measured.items()}
+        curves = sweep.curves()
         total = total_kept([*curves], sparsity)
         ranges = within_support(curves, {layer: ranges[layer] for layer in curves}, total)
         counts = optimal_counts(curves, total, ranges)
@@ -102,7 +101,7 @@ def _zeros(
             counts = search(
                 workspace,
                 counts,
-                ranges={layer: ranges[layer] for layer, entry in measured.items() if entry.priced},
+                ranges={layer: ranges[layer] for layer, curve in curves.items() if curve.priced},
                 weight_at=sweep.weight_at,
                 judges=judges,
                 generations=allocation.generations,

@@ -57,14 +57,6 @@ _MOST_CORRECTION = 1e3
 
 
 @dataclass(frozen=True)
-class LayerCurve:
-    """Damages of one layer by kept entries, and whether a price in nats is known for them."""
-
-    curve: Curve
-    priced: bool
-
-
-@dataclass(frozen=True)
 class Damages:
     """Measured damages of one layer.
 
@@ -105,7 +97,7 @@ class Damages:
 
     def curve(self) -> Curve:
         """The curve through all points."""
-        curve = Curve.of([*self.points, (self.full, 0.0)], self.energy)
+        curve = Curve.of([*self.points, (self.full, 0.0)], self.energy, self.priced)
         if self.trial is None or curve.at(self.trial[0]) <= 0:
             return curve
         factor = self.trial[1] / curve.at(self.trial[0])
@@ -209,29 +201,26 @@ class CurveSweep:
     trial_density: float | None = None
     statistics: dict[Layer, Statistics] | None = None
 
-    def curves(self) -> dict[Layer, LayerCurve]:
+    def curves(self) -> dict[Layer, Curve]:
         """The curves of all layers that receive input, in nats.
 
         Layers that no gradient reaches have a typical price: the geometric mean of the energies of the others.
         """
         damages = dict(self._measured())
-        curves: dict[Layer, LayerCurve] = {}
+        curves: dict[Layer, Curve] = {}
         whole = [layer for layer in self._whole if layer in damages and _is_dense(layer, damages[layer].full)]
         like = {kind: [damages[layer] for layer in layers] for kind, layers in _by_kind(whole).items()}
         for layer, entry in damages.items():
             if len(entry.points) == 1 and _is_dense(layer, entry.full) and layer not in self._whole:
                 entry = entry.shaped(like.get(_kind(layer), []))
-            curves[layer] = LayerCurve(entry.curve(), entry.priced)
-        energies = [curve.curve.energy for curve in curves.values() if curve.priced]
+            curves[layer] = entry.curve()
+        energies = [curve.energy for curve in curves.values() if curve.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
         if not energies:
             self.workspace.note(
                 "No gradient of the model's outputs reaches a layer: layers are compared by relative error."
             )
-        return {
-            layer: entry if entry.priced else replace(entry, curve=entry.curve.times(typical))
-            for layer, entry in curves.items()
-        }
+        return {layer: curve if curve.priced else curve.times(typical) for layer, curve in curves.items()}
 
     @cached_property
     def _whole(self) -> dict[Layer, None]:
