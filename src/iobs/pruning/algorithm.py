@@ -56,7 +56,7 @@ from iobs.pruning.report import (
     best_index,
 )
 from iobs.pruning.runtime.memory import give_back
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.row_metric import RowMetric
 

@@ -35,8 +35,7 @@ from iobs.pruning.recipe import Changes, Recipe, as_recipe, as_structured_recipe
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.runtime.checkpoint import RUN, Checkpoint
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Batch, Samples, split
 from iobs.pruning.store import Store
 from iobs.pruning.structured import prune_structured, require_possible
 from iobs.pruning.structured_report import StructuredRequest

@@ -34,8 +34,7 @@ from iobs.pruning.runtime.checkpoint import Checkpoint, fingerprint, identity_of
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
 from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples, divide, split
+from iobs.pruning.samples.batches import Batch, Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units import SitesOfLayers
 from iobs.solvers.row_metric import RowMetric

@@ -13,7 +13,7 @@ from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def swept(with_reference):

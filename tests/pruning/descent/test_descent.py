@@ -16,8 +16,7 @@ from iobs.pruning.descent.augment import FlipShift, copies
 from iobs.pruning.descent.batches import drawn_batches
 from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
 from iobs.pruning.runtime.ranks import ALONE
-from iobs.pruning.samples.batches import size
-from iobs.pruning.samples.subsets import Samples, rebatched
+from iobs.pruning.samples.batches import Samples, rebatched, size
 from iobs.pruning.store import Store
 
 

@@ -19,7 +19,7 @@ from iobs.pruning.descent.augment import (
     with_sampled_text,
 )
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,8 @@ from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.network.modes import requiring_gradients
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch, size
+from iobs.pruning.samples.batches import Batch, Samples, size
 from iobs.pruning.samples.outputs import attended, attended_count, class_axis, is_by_position, logits, unpadded
-from iobs.pruning.samples.subsets import Samples
 from iobs.solvers.row_metric import RowMetric
 
 # Most samples, and most positions of text, that prices and trials are measured on.

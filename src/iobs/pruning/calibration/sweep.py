@@ -39,8 +39,7 @@ from iobs.pruning.network.layers import CONVOLUTIONS, Layer
 from iobs.pruning.network.modes import replaced_forwards
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches, outputs
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples
 
 _SHORTCUTS = 5  # number of the first place for inputs of shortcuts; the places before it hold hidden states
 

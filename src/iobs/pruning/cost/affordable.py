@@ -27,8 +27,7 @@ from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.parts import MOST_EPOCHS
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.workspace import Decisions
 
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of the gradient steps; fewer repay no trial of a rate

@@ -18,8 +18,7 @@ from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, positions
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Batch, Samples, positions, split
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions, Request
 

@@ -36,9 +36,8 @@ from iobs.pruning.plan.curves import recipe_of_curves
 from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import is_by_position, logits, tensors_of
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 

@@ -17,8 +17,7 @@ from iobs.errors import ProblemError
 from iobs.pruning.descent.batches import samples_of_step
 from iobs.pruning.recipe import Augmentation, FineTune
 from iobs.pruning.samples import batches, outputs
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples, rebatched
+from iobs.pruning.samples.batches import Batch, Samples, rebatched
 
 _MIRROR_AGREEMENT = 0.9  # share of predictions that mirroring must leave; it is a symmetry of the samples or is not
 _SHIFT_AGREEMENT = 0.75  # share of predictions that mirroring and shifting must leave; larger shifts leave fewer

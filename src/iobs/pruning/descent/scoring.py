@@ -19,8 +19,8 @@ from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
 from iobs.pruning.recipe.parts import DISTANCES, LossName
 from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.samples.outputs import class_axis, logits, returns_states
-from iobs.pruning.samples.subsets import Samples
 
 # Losses of gradient steps that a recipe names: (losses of a run) -> (name in the report, the loss as a function).
 # `recipe.parts.DISTANCES` has the names of those that are distances to the dense model.

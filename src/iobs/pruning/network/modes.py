@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from iobs.core.modes import full_precision, in_eval_mode
 from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples, even
+from iobs.pruning.samples.batches import Samples, even
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # dictionaries of a module that it changes in place
 

@@ -38,7 +38,7 @@ from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 
 _ENTRIES = 2**24  # most entries of all stored Grams; a search solves layers from stored Grams

@@ -37,8 +37,7 @@ from iobs.pruning.plan.counts import Curve
 from iobs.pruning.recipe import LayerSettings, Recipe
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import positions
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Samples, positions, split
 from iobs.pruning.workspace import Workspace
 
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)

@@ -21,7 +21,7 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers, weights_written
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.structure.expected import can_copy
 from iobs.pruning.structure.units import Site, take_biases
 from iobs.pruning.widths.costs import CostModel, Products

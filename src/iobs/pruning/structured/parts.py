@@ -39,9 +39,8 @@ from iobs.pruning.network.modes import keeping_attributes, keeping_buffers, repl
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.report import Report
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import attended, unpadded
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import (
     Configuration,
