@@ -23,8 +23,7 @@ from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback, Progres
 from iobs.pruning.cost.affordable import form_of, require_forms, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.keep_sparse import live_on
-from iobs.pruning.layerwise.grids import require_coded, require_exact, require_solvable
-from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.layerwise.patterns import patterns_of, require_coded, require_exact, require_solvable
 from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded

@@ -22,8 +22,7 @@ from iobs.pruning.descent.augment import copies_to_sample, require_sampling, wit
 from iobs.pruning.descent.batches import drawn_batches, samples_of_step
 from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
-from iobs.pruning.layerwise.grids import free_zeros, rounding_of
-from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.layerwise.patterns import free_zeros, rounding_of, rows_compete
 from iobs.pruning.layerwise.problem import couples
 from iobs.pruning.network.layers import Layer, biases_of, embeddings_of, holds_weights
 from iobs.pruning.network.selection import Selection

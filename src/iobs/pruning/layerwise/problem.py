@@ -19,8 +19,7 @@ from iobs.core.patterns import NM, Budget, Pattern, Rate, Unstructured
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NotPositiveDefiniteError
 from iobs.pruning.calibration.gram import SEARCH_COLUMNS, WIDE, Gram, Statistics
-from iobs.pruning.layerwise.grids import is_rounded, solver_for
-from iobs.pruning.layerwise.patterns import patterns_of_groups, rows_compete, share_of
+from iobs.pruning.layerwise.patterns import is_rounded, patterns_of_groups, rows_compete, share_of, solver_for
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import ALONE, Ranks

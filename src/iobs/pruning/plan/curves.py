@@ -30,7 +30,7 @@ from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
 from iobs.pruning.calibration.sweep import Moments, Sweep
-from iobs.pruning.layerwise.grids import solver_without_grid
+from iobs.pruning.layerwise.patterns import solver_without_grid
 from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import Curve

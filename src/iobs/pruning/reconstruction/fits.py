@@ -16,7 +16,7 @@ from iobs.pruning.descent import STEPS_BETWEEN_SAVES, Descent, StepCheckpoint
 from iobs.pruning.descent.batches import shuffled_positions
 from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Masters, Streams, Window
 from iobs.pruning.descent.rates import RateTrials, block_trials, network_trials
-from iobs.pruning.layerwise.grids import free_zeros, is_rounded, rounding_of
+from iobs.pruning.layerwise.patterns import free_zeros, is_rounded, rounding_of
 from iobs.pruning.layerwise.projection import key_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit
