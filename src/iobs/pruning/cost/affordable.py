@@ -289,7 +289,7 @@ def with_affordable_epochs(
         return recipe
     epochs = MOST_EPOCHS
     if device.type == "cpu" and data and batches.positions(data[0]) > 1:
-        positions = sum(batches.size(batch) * batches.positions(batch) for batch in data)
+        positions = sum(map(batches.position_count, data))
         passes = STEP_PASSES * blocks.window + (NETWORK_STEP if blocks.network_steps else 0)
         epochs = _FIT_BUDGET / max(1.0, passes * positions * sum(layer.weights for layer in layers))
         epochs = round(min(MOST_EPOCHS, max(1.0, epochs)), 1)

@@ -324,7 +324,7 @@ def copies_to_sample(model: nn.Module, part: Samples) -> int:
         model: the dense model, in memory whole.
         part: calibration samples.
     """
-    if sum(batches.size(batch) * batches.positions(batch) for batch in part.batches) > _AUTO_TOKENS:
+    if sum(map(batches.position_count, part.batches)) > _AUTO_TOKENS:
         return 0
     return _AUTO_COPIES if can_sample(model, part) else 0
 

@@ -203,7 +203,7 @@ class ModelLoss:
 
     def denominator(self, batch: Batch) -> float:
         """The number of positions of all samples."""
-        return batches.size(batch) * batches.positions(batch)
+        return batches.position_count(batch)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
     blocks = workspace.decided.blocks
     network_steps = bool(workspace.chain) and blocks is not None and blocks.network_steps > 0
     possible = allocation.generations > 0 and workspace.store.whole and can_keep_grams(layers) and not network_steps
-    outputs = output_count(judges)
+    outputs = sum(map(batches.position_count, judges.batches))
     if possible and outputs >= ENOUGH_OUTPUTS:
         workspace.note(f"Sparsities of layers: by a search, judged by {outputs} outputs.")
         return "search", judges
@@ -153,11 +153,6 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """True if the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _ENTRIES
-
-
-def output_count(judges: Samples) -> int:
-    """Number of outputs of the model (samples times positions) on some samples."""
-    return sum(batches.size(batch) * batches.positions(batch) for batch in judges.batches)
 
 
 def search(

@@ -138,6 +138,11 @@ def positions(batch: Batch) -> int:
     return max(texts, default=1)
 
 
+def position_count(batch: Batch) -> int:
+    """Number of positions of all samples of a batch."""
+    return size(batch) * positions(batch)
+
+
 def _is_text(name: str, rows: Tensor, pictures: bool) -> bool:
     """True if an entry of whole numbers or truth values, (samples, positions), is text, by its name and company."""
     if name == "labels" and pictures:
