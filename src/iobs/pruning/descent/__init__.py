@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -255,20 +255,6 @@ def share_of_rate(schedule: RateSchedule, step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-class MasterOptimizer(Protocol):
-    """Steps on masters, in place."""
-
-    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
-        """Take one step of the masters that have a gradient."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The tensors that the next steps depend on, by name."""
-        ...
-
-    def restore(self, state: Mapping[str, Tensor], taken: int) -> None:
-        """Continue from a state after `taken` steps."""
-
-
 class TorchOptimizer:
     """An optimizer of torch on masters.
 
@@ -364,6 +350,9 @@ class Factored:
             return moments[0]
         rows, columns = moments
         return (rows[:, None] * columns[None] / rows.mean()).reshape(squared.shape)
+
+
+MasterOptimizer = TorchOptimizer | Factored
 
 
 @dataclass(frozen=True)
