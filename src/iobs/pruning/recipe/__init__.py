@@ -11,61 +11,32 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from iobs.errors import ProblemError, is_a, shown
 from iobs.pruning.recipe import text
-from iobs.pruning.recipe.parts import (
-    CBS,
-    CHITA,
-    NETWORK_SOLVERS,
-    Allocation,
-    Augmentation,
-    BlockFit,
-    FineTune,
-    GlobalMagnitude,
-    Loss,
-    LossFunction,
-    NetworkSolver,
-    Optimizer,
-    Rounds,
-    Rule,
-    WoodFisher,
-    as_allocation,
-    require_choice,
-    require_finetune,
-)
+from iobs.pruning.recipe.parts import CBS as CBS
+from iobs.pruning.recipe.parts import CHITA as CHITA
+from iobs.pruning.recipe.parts import NETWORK_SOLVERS as NETWORK_SOLVERS
+from iobs.pruning.recipe.parts import Allocation as Allocation
+from iobs.pruning.recipe.parts import Augmentation as Augmentation
+from iobs.pruning.recipe.parts import BlockFit as BlockFit
+from iobs.pruning.recipe.parts import FineTune as FineTune
+from iobs.pruning.recipe.parts import GlobalMagnitude as GlobalMagnitude
+from iobs.pruning.recipe.parts import Loss as Loss
+from iobs.pruning.recipe.parts import LossFunction as LossFunction
+from iobs.pruning.recipe.parts import NetworkSolver as NetworkSolver
+from iobs.pruning.recipe.parts import Optimizer as Optimizer
+from iobs.pruning.recipe.parts import Rounds as Rounds
+from iobs.pruning.recipe.parts import Rule as Rule
+from iobs.pruning.recipe.parts import WoodFisher as WoodFisher
+from iobs.pruning.recipe.parts import as_allocation as as_allocation
+from iobs.pruning.recipe.parts import require_choice, require_finetune
 from iobs.pruning.report import JsonObject
 from iobs.solvers import REFINEMENTS, SOLVERS, Refinement, Solver, require_known_refinement, require_known_solver
 from iobs.solvers.admm import ADMM
 from iobs.solvers.families import GRID_SOLVERS, UNIT_SOLVERS
 from iobs.solvers.magnitude import Magnitude
-
-__all__ = [
-    "CBS",
-    "CHITA",
-    "NETWORK_SOLVERS",
-    "PRESETS",
-    "Allocation",
-    "Augmentation",
-    "BlockFit",
-    "Changes",
-    "FineTune",
-    "GlobalMagnitude",
-    "LayerSettings",
-    "Loss",
-    "LossFunction",
-    "NetworkSolver",
-    "Optimizer",
-    "Recipe",
-    "Rounds",
-    "Rule",
-    "WoodFisher",
-    "as_allocation",
-    "as_recipe",
-    "is_magnitude",
-]
-
 
 TargetName = Literal["layer", "dense", "residual", "model"]  # `layerwise.projection.TARGETS` defines each
 
@@ -88,18 +59,6 @@ class Changes(TypedDict, total=False):
     depthwise: bool
     bias: Literal["auto", "keep", "refit"]
     blocks: BlockFit | None
-
-
-class Named(Protocol):
-    """Anything with a name that rules match, such as a layer."""
-
-    @property
-    def name(self) -> str:
-        """The name of the layer."""
-        ...
-
-
-N = TypeVar("N", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -284,8 +243,8 @@ class Recipe:
         recipe = replace(self, solver=solvers[-1]) if solvers else self
         return LayerSettings(recipe.solver, recipe.refine, recipe.damping, recipe.keep_zeros, recipe.reads_weights_only)
 
-    def for_layers(self, layers: Iterable[N]) -> dict[N, LayerSettings]:
-        """The settings of layers."""
+    def for_layers(self, layers: Iterable[Any]) -> dict[Any, LayerSettings]:
+        """The settings of layers, or of anything with a name that rules match."""
         return {layer: self.for_layer(layer.name) for layer in layers}
 
     def _require_solvers(self) -> None:
