@@ -33,9 +33,9 @@ from iobs.models import ensure_torchvision
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.samples import batches
 from iobs.pruning.structure.config_widths import ConfigWidths, widths_of
-from iobs.pruning.structure.removal import remove, zero_columns
 from iobs.pruning.structure.sites import Site, checked_sites
 from iobs.pruning.structure.trace import shortened
+from iobs.pruning.structure.units import remove, zero_columns
 from iobs.pruning.widths.latency import Example, called_in
 
 ensure_torchvision()

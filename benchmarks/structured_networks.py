@@ -34,7 +34,7 @@ from rows import Row, Rows, measured, parser, require_data, stamp
 from torch import Tensor, nn
 
 import iobs
-from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.recipe import STRUCTURED
 from iobs.solvers.grouped.scores import Flap, GroupMagnitude, GroupWanda
 
 POLISH = STRUCTURED["best"].finetune

@@ -12,9 +12,8 @@ from iobs.pruning.calibration.gram import EXPERT_TOKENS, Gram, statistics_of
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select
-from iobs.pruning.samples.batches import forward
+from iobs.pruning.samples.batches import Samples, forward, split
 from iobs.pruning.samples.outputs import logits
-from iobs.pruning.samples.subsets import Samples, split
 
 # Families whose blocks must be run one by one; for other families calibration runs the whole network.
 CHAINED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi", "phi3", "gpt2", "gpt_neox", "falcon")

@@ -20,9 +20,8 @@ from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.forecast import Forecast, Part, Remaining
 from iobs.pruning.network.layers import Layer
-from iobs.pruning.recipe import BlockFit, LayerSettings
-from iobs.pruning.recipe.recipe import STRUCTURED
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.recipe import STRUCTURED, BlockFit, LayerSettings
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions
 

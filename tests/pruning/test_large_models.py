@@ -21,7 +21,7 @@ from iobs.pruning.callbacks import Callbacks
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.plan.widths import Curves
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.structure import expected, trace
 from iobs.pruning.structure.expected import Expected, require_rebuilt
 from iobs.pruning.widths.costs import Products

@@ -11,12 +11,12 @@ from traced_sites import find_sites
 import iobs
 from iobs.errors import is_out_of_memory
 from iobs.pruning.blockwise.offloaded import OffloadedStore
-from iobs.pruning.calibration import losses, shortcuts
+from iobs.pruning.calibration import losses, replay
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import running_along_is_exact
 from iobs.pruning.calibration.losses import task_loss
 from iobs.pruning.calibration.observe import changing_modules, observe
-from iobs.pruning.calibration.tracking import Tracker
+from iobs.pruning.calibration.uses import Tracker
 from iobs.pruning.network.copies import dense_copy
 from iobs.pruning.network.folding import folded
 from iobs.pruning.network.layers import find_layers
@@ -150,7 +150,7 @@ def product_is_compared(monkeypatch):
 
 
 def shortcut_is_tried(monkeypatch):
-    shortcuts._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
+    replay._is_exact(SimpleNamespace(model=nn.Identity(), run=Full()), 0, 0, [], {}, None)
 
 
 def copies_are_followed(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from iobs.pruning.calibration.losses import answered
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.widths.readers import damage, softened, temperature_of
 
 

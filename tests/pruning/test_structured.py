@@ -28,7 +28,7 @@ from iobs.errors import (
 from iobs.pruning import structured
 from iobs.pruning.plan import widths
 from iobs.pruning.structure.expected import Expected
-from iobs.pruning.structure.removal import remove, zero_columns
+from iobs.pruning.structure.units import remove, zero_columns
 from iobs.pruning.structured import narrowing
 from iobs.pruning.structured_report import StructuredReport, WidthRecord
 from iobs.pruning.widths.latency import measure, shares_of

@@ -10,7 +10,7 @@ from iobs.errors import ProblemError
 from iobs.pruning import FineTune
 from iobs.pruning.cost.affordable import affordable
 from iobs.pruning.network.layers import find_layers
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def test_affordable_gives_cheap_networks_more_steps():

@@ -25,7 +25,7 @@ from transformers import (
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError, PatternError, ProblemError
-from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.recipe import STRUCTURED
 from iobs.pruning.store import Store
 from iobs.pruning.structured import parts, plan_structured
 from iobs.pruning.structured.parts import Blocks, Experts

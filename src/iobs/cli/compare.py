@@ -164,7 +164,7 @@ def _require_targets(loaded: LoadedModel, batches: list[Any], chosen: list[str])
     """Before any work: methods that follow the task loss need data that has one."""
     from iobs.pruning.calibration.losses import mean_loss, task_loss
     from iobs.pruning.network.modes import evaluating
-    from iobs.pruning.samples.subsets import Samples
+    from iobs.pruning.samples.batches import Samples
 
     labelled = {*PEERS, "paper"} - {"global-magnitude"}
     if labelled.intersection(chosen):

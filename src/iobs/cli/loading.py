@@ -15,7 +15,7 @@ from iobs.errors import first_line
 from iobs.inference import StoredLinear
 from iobs.models import LoadedModel
 from iobs.models.packed import is_packed, is_ready_to_run, open_packed
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

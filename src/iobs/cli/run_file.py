@@ -16,9 +16,8 @@ from iobs.data.text import CORPORA
 from iobs.errors import PatternError, ProblemError, is_a
 from iobs.models.output import destination
 from iobs.pruning.driver import require_numbers
-from iobs.pruning.recipe import Changes, Recipe, as_recipe
+from iobs.pruning.recipe import Changes, Recipe, as_recipe, as_structured_recipe
 from iobs.pruning.recipe.parts import require_count, require_flag
-from iobs.pruning.recipe.recipe import as_structured_recipe
 from iobs.pruning.recipe.text import RUN, dump_yaml, parse_pattern, plain_pattern, read_yaml, with_settings
 
 RUN_FILE = "recipe.yaml"

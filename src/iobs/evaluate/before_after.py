@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from iobs.pruning.callbacks import Callback
-from iobs.pruning.descent.sampled_text import continued, takes_cache
+from iobs.pruning.descent.augment import continued, takes_cache
 from iobs.pruning.report import Report, Sample
 from iobs.pruning.samples import batches as data_batches
 from iobs.pruning.samples.batches import REFUSALS, Batch

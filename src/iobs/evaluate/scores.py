@@ -19,10 +19,9 @@ from iobs.errors import DataError, ModelError, NonFiniteError
 from iobs.models import LoadedModel
 from iobs.pruning.calibration.losses import IGNORED, embedded, next_token_loss
 from iobs.pruning.network.modes import without_cache
-from iobs.pruning.samples.batches import Batch, called, shapes
+from iobs.pruning.samples.batches import Batch, Samples, called, rebatched, shapes
 from iobs.pruning.samples.outputs import class_axis
 from iobs.pruning.samples.outputs import targets as targets_of
-from iobs.pruning.samples.subsets import Samples, rebatched
 
 Progress = Callable[[int, int], None]
 

@@ -30,7 +30,7 @@ from iobs.models.sixteen_bits import stored_as_half
 from iobs.models.vision_shim import ensure_torchvision
 from iobs.models.weights import read_weights, write_weights
 from iobs.pruning.network.layers import joined
-from iobs.pruning.structure.removal import CONFIG, set_number
+from iobs.pruning.structure.units import CONFIG, set_number
 
 WEIGHTS_NAME = "model.safetensors"
 _WIDTHS = "widths"  # key of the configuration: what differs from the network that the code builds

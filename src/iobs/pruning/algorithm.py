@@ -36,8 +36,7 @@ from iobs.pruning.decisions import candidates, decide_growth, decide_rates, deci
 from iobs.pruning.descent import Descent
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.forecast import Forecast
-from iobs.pruning.layerwise.grids import is_rounded
-from iobs.pruning.layerwise.patterns import sparsity_of
+from iobs.pruning.layerwise.patterns import is_rounded, sparsity_of
 from iobs.pruning.layerwise.problem import SHOWN_SAMPLES
 from iobs.pruning.layerwise.projection import TARGETS, Projection, too_few
 from iobs.pruning.network.layers import Layer
@@ -56,7 +55,7 @@ from iobs.pruning.report import (
     best_index,
 )
 from iobs.pruning.runtime.memory import give_back
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.row_metric import RowMetric
 

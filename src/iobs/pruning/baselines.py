@@ -40,8 +40,7 @@ from iobs.pruning.report import AuditRow, RoundRecord
 from iobs.pruning.runtime.memory import free_on
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.workspace import Workspace
 
 _PROJECTIONS = 20  # projected gradient steps of CHITA; each step is a pass over the gradients

@@ -23,21 +23,18 @@ from iobs.pruning.callbacks import Callback, Callbacks, LoggingCallback, Progres
 from iobs.pruning.cost.affordable import form_of, require_forms, with_affordable_epochs
 from iobs.pruning.cost.foresight import Foresight
 from iobs.pruning.keep_sparse import live_on
-from iobs.pruning.layerwise.grids import require_coded, require_exact, require_solvable
-from iobs.pruning.layerwise.patterns import patterns_of
+from iobs.pruning.layerwise.patterns import patterns_of, require_coded, require_exact, require_solvable
 from iobs.pruning.network.folding import normed_weights
 from iobs.pruning.network.layers import found_by_use, overlapping
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.network.selection import Selection, may_be_found, require_merged, require_usable
 from iobs.pruning.plan.counts import require_room, under_pattern
 from iobs.pruning.plan.rates import rate_of, require_rates
-from iobs.pruning.recipe import Changes, Recipe, as_recipe
-from iobs.pruning.recipe.recipe import as_structured_recipe
+from iobs.pruning.recipe import Changes, Recipe, as_recipe, as_structured_recipe
 from iobs.pruning.report import JsonObject, Report
 from iobs.pruning.runtime.checkpoint import RUN, Checkpoint
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Batch, Samples, split
 from iobs.pruning.store import Store
 from iobs.pruning.structured import prune_structured, require_possible
 from iobs.pruning.structured_report import StructuredRequest

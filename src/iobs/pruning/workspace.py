@@ -17,28 +17,23 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram, plain_gram
 from iobs.pruning.calibration.row_fisher import RowFisher, row_fisher
 from iobs.pruning.callbacks import Callbacks
-from iobs.pruning.descent import Descent, StepCheckpoint
+from iobs.pruning.descent import Descent, RateSchedule, StepCheckpoint
+from iobs.pruning.descent.augment import copies_to_sample, require_sampling, with_sampled_text
 from iobs.pruning.descent.batches import drawn_batches, samples_of_step
-from iobs.pruning.descent.gradients import LossGradient, ModelLoss
-from iobs.pruning.descent.masters import Masters
-from iobs.pruning.descent.optimizers import RateSchedule
-from iobs.pruning.descent.sampled_text import copies_to_sample, require_sampling, with_sampled_text
+from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
 from iobs.pruning.descent.scoring import Scoring, frozen_copy
-from iobs.pruning.layerwise.grids import free_zeros, rounding_of
-from iobs.pruning.layerwise.patterns import rows_compete
+from iobs.pruning.layerwise.patterns import free_zeros, rounding_of, rows_compete
 from iobs.pruning.layerwise.problem import couples
 from iobs.pruning.network.layers import Layer, biases_of, embeddings_of, holds_weights
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.text import describe_part, plain
 from iobs.pruning.report import JsonObject
-from iobs.pruning.runtime.checkpoint import Checkpoint, open_checkpoint
-from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
+from iobs.pruning.runtime.checkpoint import Checkpoint, fingerprint, identity_of, open_checkpoint
 from iobs.pruning.runtime.memory import MemoryWatch
 from iobs.pruning.runtime.ranks import Ranks, current
 from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples, divide, split
+from iobs.pruning.samples.batches import Batch, Samples, divide, split
 from iobs.pruning.store import Store
 from iobs.pruning.structure.units import SitesOfLayers
 from iobs.solvers.row_metric import RowMetric

@@ -21,7 +21,7 @@ from iobs.pruning.baselines import (
 )
 from iobs.pruning.network.selection import select
 from iobs.pruning.recipe import NETWORK_SOLVERS
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 SIZES = (6, 5)
 METHODS = {"magnitude": magnitude, "woodfisher": woodfisher, "cbs": cbs, "chita": chita}

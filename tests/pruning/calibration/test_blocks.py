@@ -10,7 +10,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.chains import exact_chain, with_formats
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.selection import select
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 @pytest.mark.parametrize("sizes", [(10, 9, 10), (9, 10, 10), (10, 10, 10)])

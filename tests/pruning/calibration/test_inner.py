@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from iobs.pruning.calibration import gram, moments
+from iobs.pruning.calibration import gram
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.network.layers import Layer
 
@@ -26,7 +26,7 @@ def short(monkeypatch):
         seen.append((left.dtype, right.dtype, out_dtype))
         return plain(left.to(out_dtype), right.to(out_dtype))
 
-    monkeypatch.setattr(moments, "sums_in_float32", lambda device, dtype: dtype in (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(gram, "sums_in_float32", lambda device, dtype: dtype in (torch.bfloat16, torch.float16))
     monkeypatch.setattr(torch, "bmm", product)
     monkeypatch.setattr(gram, "_CHUNK", 32)
     monkeypatch.setattr(gram, "STRIPE", 20)
@@ -48,7 +48,7 @@ def test_a_gram_of_short_inputs_is_that_of_their_values(short, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_target_outputs_are_multiplied_in_two_terms_of_16_bits(short, dtype):
     rows, weight = torch.randn(1, 70, 48).to(dtype), torch.randn(8, 48).to(dtype)
-    outputs = moments.layer_outputs(weight, rows)
+    outputs = gram.layer_outputs(weight, rows)
     found = Gram.empty(Layer("one", (8, 48)), torch.device("cpu"), True, outputs=True)
     found.add(rows, outputs)
     found.finish()
@@ -67,19 +67,19 @@ def test_wider_inputs_are_multiplied_in_their_own_dtype(short):
 
 def test_inputs_of_two_dtypes_are_multiplied_in_float32(short):
     left, right = torch.randn(1, 9, 4), torch.randn(1, 9, 3).bfloat16()
-    found = moments.inner(*moments.prepared(left, right))
+    found = gram.inner(*gram.prepared(left, right))
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, left.transpose(1, 2) @ right.float())
 
 
 def test_a_cpu_multiplies_no_short_inputs():
-    assert not moments.sums_in_float32(torch.device("cpu"), torch.bfloat16)
-    (found,) = moments.prepared(torch.randn(1, 5, 4).bfloat16())
+    assert not gram.sums_in_float32(torch.device("cpu"), torch.bfloat16)
+    (found,) = gram.prepared(torch.randn(1, 5, 4).bfloat16())
     assert found.dtype is torch.float32
 
 
 def test_a_device_that_refuses_such_products_is_told_by_a_trial(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda *size, **options: torch.zeros(size))  # a CPU has no such product
-    moments.sums_in_float32.cache_clear()
-    assert not moments.sums_in_float32(torch.device("cuda"), torch.bfloat16)
-    moments.sums_in_float32.cache_clear()
+    gram.sums_in_float32.cache_clear()
+    assert not gram.sums_in_float32(torch.device("cuda"), torch.bfloat16)
+    gram.sums_in_float32.cache_clear()

@@ -23,8 +23,8 @@ import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.calibration import losses
 from iobs.pruning.calibration.losses import answered, divergence, kl_to, kl_to_answers, metric, task_loss
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.samples.outputs import returns_states
-from iobs.pruning.samples.subsets import Samples
 
 
 def trained(network, inputs, targets, loss):

@@ -13,7 +13,7 @@ from iobs.pruning.calibration.chains import exact_chain
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def swept(with_reference):
@@ -50,7 +50,7 @@ def test_sweep_runs_attention_once_per_model(with_reference, monkeypatch):
     # One pass of each model, the search for the order, and the check of the shortcut (one batch each).
     most = max(batches.size(batch) for batch in fit.batches)
     assert seen <= (1 + with_reference) * fit.samples + 2 * most
-    monkeypatch.setattr("iobs.pruning.calibration.shortcuts.find_shortcuts", lambda *_: [])
+    monkeypatch.setattr("iobs.pruning.calibration.replay.find_shortcuts", lambda *_: [])
     more, expected, _ = swept(with_reference)
     assert more > seen
     assert all(torch.equal(one, other) for one, other in zip(grams, expected, strict=True))
@@ -96,6 +96,6 @@ def test_a_shortcut_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monk
         return model.state_dict()
 
     found = weights()
-    monkeypatch.setattr("iobs.pruning.calibration.shortcuts.find_shortcuts", lambda *_: [])
+    monkeypatch.setattr("iobs.pruning.calibration.replay.find_shortcuts", lambda *_: [])
     expected = weights()
     assert all(torch.equal(found[name], value) for name, value in expected.items())

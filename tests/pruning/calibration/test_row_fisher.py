@@ -25,7 +25,7 @@ from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import LayerSettings
 from iobs.pruning.runtime.ranks import Ranks
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.solvers.row_metric import RowMetric
 
 

@@ -6,7 +6,7 @@ from menagerie import Routed, one_rare_sample
 
 import iobs
 from iobs.pruning import FineTune
-from iobs.pruning.samples.subsets import Samples, divide, split
+from iobs.pruning.samples.batches import Samples, divide, split
 
 
 @pytest.mark.parametrize("always", [False, True])

@@ -10,8 +10,7 @@ import iobs
 from iobs.core.patterns import Unstructured, as_pattern
 from iobs.pruning.blockwise.storage import Storage
 from iobs.pruning.calibration import gram
-from iobs.pruning.calibration.gram import Gram, Statistics, relative_output_error, target_energy
-from iobs.pruning.calibration.moments import layer_outputs
+from iobs.pruning.calibration.gram import Gram, Statistics, layer_outputs, relative_output_error, target_energy
 from iobs.pruning.calibration.replay import Residency
 from iobs.pruning.cost import memory
 from iobs.pruning.cost.memory import GramSizes, Sizes, checkpoint_bytes, peaks, peaks_in_memory

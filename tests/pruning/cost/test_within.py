@@ -24,7 +24,7 @@ from iobs.pruning.forecast import Forecast, Part
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.plan import widths
-from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.recipe import STRUCTURED
 from iobs.pruning.store import Store
 from iobs.pruning.structured.narrowing import SiteRemoval
 from iobs.pruning.structured_report import StructuredRequest

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from iobs.pruning.descent.augment import FlipShift, Pairs, copies, label_preserving, suited
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def pictures(count=6):

@@ -11,15 +11,12 @@ import iobs
 from iobs.errors import NonFiniteError, ProblemError
 from iobs.pruning import FineTune
 from iobs.pruning.calibration.losses import kl_to
-from iobs.pruning.descent import Descent
+from iobs.pruning.descent import Descent, share_of_rate
 from iobs.pruning.descent.augment import FlipShift, copies
 from iobs.pruning.descent.batches import drawn_batches
-from iobs.pruning.descent.gradients import LossGradient, ModelLoss
-from iobs.pruning.descent.masters import Masters
-from iobs.pruning.descent.optimizers import share_of_rate
+from iobs.pruning.descent.gradients import LossGradient, Masters, ModelLoss
 from iobs.pruning.runtime.ranks import ALONE
-from iobs.pruning.samples.batches import size
-from iobs.pruning.samples.subsets import Samples, rebatched
+from iobs.pruning.samples.batches import Samples, rebatched, size
 from iobs.pruning.store import Store
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from iobs.errors import NonFiniteError
-from iobs.pruning.descent.optimizers import OPTIMIZERS, Factored, OptimizerKind
+from iobs.pruning.descent import OPTIMIZERS, Factored, OptimizerKind
 from iobs.pruning.descent.rates import RateTrials, boldest, try_rates, useful_rate
 from iobs.pruning.runtime.checkpoint import Checkpoint
 

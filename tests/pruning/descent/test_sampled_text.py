@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 import iobs
 from iobs.errors import ProblemError
 from iobs.pruning import descent
-from iobs.pruning.descent.sampled_text import (
+from iobs.pruning.descent.augment import (
     SampledText,
     copies_to_sample,
     sampled_text,
@@ -19,7 +19,7 @@ from iobs.pruning.descent.sampled_text import (
     with_sampled_text,
 )
 from iobs.pruning.recipe import BlockFit
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_interrupted_run_goes_on_with_the_text_that_it_sampled(model, tmp_path, 
     expected, run = pruned(), {"checkpoint": tmp_path / "run"}
     with pytest.raises(KeyboardInterrupt):
         pruned(callbacks=[stopping], **run)
-    monkeypatch.setattr(descent.sampled_text, "sampled_text", lambda *_: SampledText(torch.zeros(36, 32).long()))
+    monkeypatch.setattr(descent.augment, "sampled_text", lambda *_: SampledText(torch.zeros(36, 32).long()))
     assert all(torch.equal(one, other) for one, other in zip(pruned(**run), expected, strict=True))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from iobs.pruning.calibration.gram import Gram, Statistics
-from iobs.pruning.layerwise.drift import DAMPINGS, corrected
+from iobs.pruning.layerwise.problem import DAMPINGS, corrected
 
 
 def statistics(samples: int, heldout: int, columns: int = 20, noise: float = 0.5) -> Statistics:

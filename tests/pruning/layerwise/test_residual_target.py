@@ -15,7 +15,7 @@ from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.layers import find_layers
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 class PostNorm(nn.Module):

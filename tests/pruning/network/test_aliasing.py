@@ -9,7 +9,7 @@ import iobs
 from iobs.pruning import FineTune
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.selection import select
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def tokens():

@@ -12,7 +12,7 @@ from torch import nn
 import iobs
 from iobs.errors import ModelError
 from iobs.pruning.network.modes import update_batch_norm
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def test_batch_norm_update_weighs_samples_not_batches():

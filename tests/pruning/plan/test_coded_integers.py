@@ -16,7 +16,7 @@ from iobs.pruning.network.layers import embedding_layers, find_layers
 from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.plan.rates import divided
 from iobs.pruning.recipe import Allocation, as_recipe
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.store import Store
 
 BITS = 4.0

@@ -10,12 +10,11 @@ import torch
 import iobs
 from iobs.core.structured import Units
 from iobs.errors import IOBSError, ProblemError
-from iobs.pruning.descent.optimizers import OPTIMIZERS
+from iobs.pruning.descent import OPTIMIZERS
 from iobs.pruning.descent.scoring import LOSSES
 from iobs.pruning.layerwise.projection import TARGETS
-from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, as_recipe
+from iobs.pruning.recipe import PRESETS, BlockFit, Changes, Optimizer, TargetName, as_recipe
 from iobs.pruning.recipe.parts import LossName
-from iobs.pruning.recipe.recipe import TargetName
 from iobs.pruning.recipe.text import with_settings
 from iobs.pruning.structured.parts import PARTS
 

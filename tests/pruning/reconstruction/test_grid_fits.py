@@ -10,8 +10,8 @@ import iobs
 from iobs.core.grids import entries_of
 from iobs.core.patterns import NM, Grid, Unstructured
 from iobs.pruning.audit import audit
-from iobs.pruning.descent.masters import Masters
-from iobs.pruning.layerwise.grids import free_zeros, rounding_of
+from iobs.pruning.descent.gradients import Masters
+from iobs.pruning.layerwise.patterns import free_zeros, rounding_of
 from iobs.pruning.network.layers import Layer, find_layers
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction import growing

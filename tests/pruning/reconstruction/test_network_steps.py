@@ -12,9 +12,8 @@ import iobs
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
-from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, scaled_gradients
-from iobs.pruning.descent.masters import Masters
-from iobs.pruning.descent.optimizers import Factored
+from iobs.pruning.descent import Factored
+from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Masters, Streams, scaled_gradients
 from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.runtime.ranks import ALONE

@@ -18,7 +18,7 @@ from iobs.pruning.network.modes import evaluating
 from iobs.pruning.recipe import BlockFit, Recipe
 from iobs.pruning.reconstruction import fits, growing, next_start
 from iobs.pruning.runtime.ranks import Ranks
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 
 SHORT = BlockFit(masks=2, steps=6, between=2, lr=3e-3)

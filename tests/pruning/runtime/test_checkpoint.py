@@ -21,8 +21,7 @@ from iobs.errors import CheckpointError
 from iobs.pruning import workspace
 from iobs.pruning.runtime import checkpoint
 from iobs.pruning.runtime import ranks as distributed
-from iobs.pruning.runtime.checkpoint import DiskCheckpoint
-from iobs.pruning.runtime.fingerprint import fingerprint, identity_of
+from iobs.pruning.runtime.checkpoint import DiskCheckpoint, fingerprint, identity_of
 
 
 @pytest.mark.parametrize(
@@ -314,7 +313,7 @@ def test_fingerprint_knows_no_addresses_and_no_order_of_sets():
 def test_fingerprint_is_equal_in_every_process():
     code = (
         "import logging, numpy; from functools import partial\n"
-        "from iobs.pruning.runtime.fingerprint import fingerprint\n"
+        "from iobs.pruning.runtime.checkpoint import fingerprint\n"
         "log, names = logging.getLogger('a'), {'some', 'other', 'names'}\n"
         "def loss(model, batch, draw=numpy.random.default_rng(0)):\n    log.info(names); return 'a' in {'b', 'c'}\n"
         "def made():\n    inner = loss; later = lambda: (inner, log, names, none)\n"

@@ -10,7 +10,7 @@ import iobs
 from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches, outputs
 from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Samples, split
 
 
 def test_batch_that_the_network_refuses_raises_calibration_error():

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 import iobs
 from iobs.pruning.recipe import BlockFit, Recipe
-from iobs.pruning.samples.subsets import Samples, packed
+from iobs.pruning.samples.batches import Samples, packed
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}

@@ -12,7 +12,7 @@ from iobs.models import ensure_torchvision
 from iobs.pruning.calibration.losses import kl_to
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.network.selection import select
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 
 
 def test_padded_text_is_pruned_with_dense_targets():

@@ -9,7 +9,7 @@ from families import build
 from test_sites import outputs, without_units
 from traced_sites import find_sites
 
-from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.units import remove
 
 # name -> kinds of units; small networks keep the test fast
 TIMM = {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from traced_sites import find_sites
 
-from iobs.pruning.structure.removal import remove
+from iobs.pruning.structure.units import remove
 
 PICTURES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 import iobs
 from iobs.errors import ModelError
 from iobs.pruning.structure import trace
-from iobs.pruning.structure.removal import remove
 from iobs.pruning.structure.sites import Dependencies, checked_sites
 from iobs.pruning.structure.trace import shortened
+from iobs.pruning.structure.units import remove
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -23,12 +23,10 @@ from transformers import (
 
 import iobs
 from iobs.errors import LayerSelectionError, ModelError
-from iobs.pruning.recipe import BlockFit
-from iobs.pruning.recipe.recipe import STRUCTURED
+from iobs.pruning.recipe import STRUCTURED, BlockFit
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import Field, built_shapes, shapes_of, widths_of
-from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Reader, Site, Slices
+from iobs.pruning.structure.units import Reader, Site, Slices, remove
 from iobs.pruning.structured import plan_structured
 from iobs.pruning.structured_report import StructuredRequest
 from iobs.pruning.widths.knapsack import choices_of

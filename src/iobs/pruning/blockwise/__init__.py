@@ -42,8 +42,7 @@ from iobs.pruning.network.modes import state
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import free_on, reachable
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, size
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples, size
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 

@@ -20,9 +20,8 @@ from iobs.pruning.recipe import LossFunction
 from iobs.pruning.runtime.memory import reusing_memory
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import attended, class_axis, logits, targets, unpadded
-from iobs.pruning.samples.subsets import Samples
 
 Reduction = Literal["mean", "sum"]
 IGNORED = -100  # label of a position that is not scored, as in torch's cross-entropy

@@ -7,11 +7,13 @@ multiplied without a class that shows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from iobs.errors import CalibrationError, LayerSelectionError, ModelError, unless_out_of_memory
 from iobs.pruning.calibration.hooks import captured_inputs
@@ -33,6 +35,7 @@ _PRODUCTS = {
     functional.linear,
     *(getattr(functional, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)),
 }
+_copied = partial(tree_map_only, Tensor, Tensor.clone)  # arguments of a call, which a forward may change in place
 # Only the first three positional arguments have the same names in all of them.
 _NAMES = ("input", "weight", "bias", "3", "4", "5", "6", "7")
 
@@ -209,12 +212,3 @@ def _same_product(plain: Call, call: Call) -> bool:
 def _near(values: Tensor, expected: Tensor, tolerance: float) -> bool:
     values, expected = values.nan_to_num(), expected.nan_to_num()  # padded positions may hold NaN in both
     return float((values - expected).norm()) <= tolerance * float(expected.norm())
-
-
-def _copied(values: object) -> Any:
-    """Copies of the tensors in the arguments of a call, because a forward may change them in place."""
-    if isinstance(values, Tensor):
-        return values.clone()
-    if isinstance(values, dict):
-        return {name: _copied(value) for name, value in values.items()}
-    return tuple(_copied(value) for value in values) if isinstance(values, tuple) else values

@@ -27,7 +27,7 @@ for all rows, sum(f) H + F, and a price for each (`Lookup`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,11 +42,11 @@ from iobs.pruning.calibration.products import is_mapped, products
 from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
 from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
+from iobs.pruning.network.modes import requiring_gradients
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch, size
+from iobs.pruning.samples.batches import Batch, Samples, size
 from iobs.pruning.samples.outputs import attended, attended_count, class_axis, is_by_position, logits, unpadded
-from iobs.pruning.samples.subsets import Samples
 from iobs.solvers.row_metric import RowMetric
 
 # Most samples, and most positions of text, that prices and trials are measured on.
@@ -343,9 +343,13 @@ class _Squares:
         looked_up = {path: layer for path, layer in self.embeddings.items() if layer in layers}
         by_weight = [layer for layer in layers if layer in self.products]
         stored = {layer.key: layer.stored(self.model) for layer in by_weight}
-        with _asking_for_gradients(stored.values()), torch.enable_grad():
+
+        def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
+            return _kept(calls, path, first_argument(args, kwargs), output)
+
+        with requiring_gradients(stored.values()), torch.enable_grad():
             tables = {path: layer.stored(self.model) for path, layer in looked_up.items() if layer.path == path}
-            with _recorded(self.model, {*by_path, *looked_up}, calls), _recorded_products(tables, calls):
+            with after_calls(self.model, {*by_path, *looked_up}, record), _recorded_products(tables, calls):
                 value = compute()
             sources = [*inputs, *(call.output for call in calls), *stored.values()]
             gradients: list[Tensor | None] = [None] * len(sources)
@@ -638,30 +642,6 @@ def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Random signs of the shape, device and dtype of a tensor, drawn on the processor."""
     signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
     return signs.to(like.device, like.dtype)
-
-
-@contextmanager
-def _asking_for_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context in which parameters ask for gradients."""
-    changed = [parameter for parameter in parameters if not parameter.requires_grad]
-    try:
-        for parameter in changed:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(False)
-
-
-@contextmanager
-def _recorded(model: nn.Module, paths: set[str], calls: list[_RecordedCall]) -> Iterator[None]:
-    """Append the calls of modules in forward passes, with outputs that ask for gradients."""
-
-    def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-        return _kept(calls, path, first_argument(args, kwargs), output)
-
-    with after_calls(model, paths, record):
-        yield
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.recipe import BlockFit, FineTune, Recipe, Rounds
 from iobs.pruning.recipe.parts import MOST_EPOCHS
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.workspace import Decisions
 
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of the gradient steps; fewer repay no trial of a rate
@@ -290,7 +289,7 @@ def with_affordable_epochs(
         return recipe
     epochs = MOST_EPOCHS
     if device.type == "cpu" and data and batches.positions(data[0]) > 1:
-        positions = sum(batches.size(batch) * batches.positions(batch) for batch in data)
+        positions = sum(map(batches.position_count, data))
         passes = STEP_PASSES * blocks.window + (NETWORK_STEP if blocks.network_steps else 0)
         epochs = _FIT_BUDGET / max(1.0, passes * positions * sum(layer.weights for layer in layers))
         epochs = round(min(MOST_EPOCHS, max(1.0, epochs)), 1)

@@ -13,13 +13,12 @@ from iobs.pruning.cost.memory import peaks_in_memory, present_bytes
 from iobs.pruning.cost.prices import measure
 from iobs.pruning.cost.work import Prices, Work, forecast
 from iobs.pruning.decisions import one_kind_of_steps
-from iobs.pruning.descent.sampled_text import copies_to_sample, windows_of_steps
+from iobs.pruning.descent.augment import copies_to_sample, windows_of_steps
 from iobs.pruning.forecast import Forecast
 from iobs.pruning.network.modes import evaluating, seeded
 from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, positions
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Batch, Samples, positions, split
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Decisions, Request
 

@@ -29,8 +29,7 @@ from iobs.pruning.recipe import Recipe
 from iobs.pruning.runtime.memory import mapped_bytes
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches as data_batches
-from iobs.pruning.samples.batches import AT_ONCE, Batch
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import AT_ONCE, Batch, Samples, split
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 

@@ -36,9 +36,8 @@ from iobs.pruning.plan.curves import recipe_of_curves
 from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, NetworkSolver, Recipe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import is_by_position, logits, tensors_of
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 
@@ -72,7 +71,7 @@ def measure(
     layers, blocks = [*request.patterns], request.recipe.blocks or BlockFit()
     steps = in_steps(store.model, data, blocks).batches
     batch = steps[0]
-    positions, count = sum(map(_positions, data.batches)), _positions(batch)
+    positions, count = sum(map(batches.position_count, data.batches)), batches.position_count(batch)
     with torch.no_grad(), full_precision():
         passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
         vocabulary, width = stated_sizes(store.model, "vocab_size", "hidden_size")
@@ -83,7 +82,7 @@ def measure(
             positions=positions,
             held_out=held_out,
             blocks=len(chain),
-            step=sum(map(_positions, steps)) / len(steps),
+            step=sum(map(batches.position_count, steps)) / len(steps),
             inputs=passes.inputs(layers, count),
             model_bytes=sum(value.nbytes for _, value in store.state()),
             head=0 if store.whole else vocabulary * width,
@@ -103,10 +102,6 @@ def measure(
             prices = Prices(0.0, 0.0, 0.0, 0.0, stage=_price_of_stage(store, request, solver, data, held_out))
     byte = passes.bringing / workload.model_bytes
     return workload, replace(prices, forward=passes.seconds / count, byte=byte)
-
-
-def _positions(batch: Batch) -> int:
-    return batches.size(batch) * batches.positions(batch)
 
 
 def _has_gradient(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> bool:

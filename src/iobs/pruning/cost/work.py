@@ -44,7 +44,7 @@ from iobs.pruning.plan.curves import (
 from iobs.pruning.plan.widths import LEVELS as UNIT_LEVELS
 from iobs.pruning.recipe import BlockFit, FineTune, LayerSettings, NetworkSolver, Recipe, Rounds
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Decisions
 from iobs.solvers.families import REFINEMENTS, SOLVERS
 from iobs.solvers.protocols import SolveCost, declared_cost, usual_cost

@@ -9,8 +9,7 @@ from torch import nn
 
 from iobs.pruning.recipe import Augmentation, BlockFit, FineTune
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import Batch, neighbours, positions, size, take, to_device
-from iobs.pruning.samples.subsets import Samples, packed
+from iobs.pruning.samples.batches import Batch, Samples, neighbours, packed, positions, size, take, to_device
 
 _TOKENS, _SAMPLES = 1024, 16  # size of a step of block reconstruction: of text, and of other data
 _MOST_TOKENS, _MOST_SAMPLES, _LEAST_SAMPLES = 2048, 64, 16  # size of a step of fine-tuning

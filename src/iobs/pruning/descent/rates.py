@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from iobs.errors import NonFiniteError
-from iobs.pruning.descent import Descent
-from iobs.pruning.descent.optimizers import OPTIMIZERS
+from iobs.pruning.descent import OPTIMIZERS, Descent
 from iobs.pruning.recipe import BlockFit, FineTune, Optimizer
 from iobs.pruning.report import JsonObject
 from iobs.pruning.runtime.checkpoint import Checkpoint

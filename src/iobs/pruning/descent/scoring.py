@@ -13,15 +13,14 @@ from torch import nn
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
-from iobs.pruning.descent.augment import copies, suited
-from iobs.pruning.descent.sampled_text import sampled_text, windows_of_steps
+from iobs.pruning.descent.augment import copies, sampled_text, suited, windows_of_steps
 from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
 from iobs.pruning.recipe import Augmentation, FineTune, Loss, LossFunction
 from iobs.pruning.recipe.parts import DISTANCES, LossName
 from iobs.pruning.samples import batches
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.samples.outputs import class_axis, logits, returns_states
-from iobs.pruning.samples.subsets import Samples
 
 # Losses of gradient steps that a recipe names: (losses of a run) -> (name in the report, the loss as a function).
 # `recipe.parts.DISTANCES` has the names of those that are distances to the dense model.

@@ -27,8 +27,7 @@ from iobs.pruning.calibration.gram import SEARCH_COLUMNS, Energies, Statistics, 
 from iobs.pruning.calibration.sweep import Group, batched
 from iobs.pruning.callbacks import Callback
 from iobs.pruning.descent.scoring import Scoring
-from iobs.pruning.layerwise.grids import stored_weight
-from iobs.pruning.layerwise.patterns import share_of, sparsity_of
+from iobs.pruning.layerwise.patterns import share_of, sparsity_of, stored_weight
 from iobs.pruning.layerwise.problem import (
     Task,
     can_divide,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from iobs.core.modes import full_precision, in_eval_mode
 from iobs.errors import CalibrationError
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples, even
+from iobs.pruning.samples.batches import Samples, even
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # dictionaries of a module that it changes in place
 
@@ -68,7 +68,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         The names of the parameters that were frozen; none if all were, as in a model loaded for inference.
     """
     numbers = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
-    frozen = {name: weakref.ref(value) for name, value in numbers.items() if not value.requires_grad}
+    frozen = {name for name, value in numbers.items() if not value.requires_grad}
     names = frozenset(frozen if len(frozen) < len(numbers) else ())
     device = next((value.device for value in numbers.values() if not value.is_meta), torch.device("cpu"))
     del numbers  # block by block the weights outside the blocks are dropped
@@ -77,7 +77,7 @@ def evaluating(model: nn.Module) -> Iterator[frozenset[str]]:
         stack.enter_context(_configured(model, "_experts_implementation", "eager"))
         stack.enter_context(full_precision())
         stack.enter_context(without_cache(model))
-        stack.enter_context(_requiring_gradients([*frozen.values()]))
+        stack.enter_context(requiring_gradients(value for value in model.parameters() if value.is_floating_point()))
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(fused_attention(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))  # the model's own dtypes
@@ -107,13 +107,14 @@ def _configured(model: nn.Module, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def _requiring_gradients(parameters: Sequence[weakref.ref[nn.Parameter]]) -> Iterator[None]:
-    """Let frozen parameters require gradients, as long as they exist."""
-    _require_gradients(parameters, True)
+def requiring_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let frozen parameters require gradients, as long as they exist: the context keeps none of them alive."""
+    frozen = [weakref.ref(parameter) for parameter in parameters if not parameter.requires_grad]
+    _require_gradients(frozen, True)
     try:
         yield
     finally:
-        _require_gradients(parameters, False)
+        _require_gradients(frozen, False)
 
 
 def _require_gradients(parameters: Sequence[weakref.ref[nn.Parameter]], required: bool) -> None:

@@ -55,7 +55,8 @@ def require_usable(model: object, *, in_memory: bool = True, removes_units: bool
     require_module(model)
     assert isinstance(model, nn.Module)
     require_visible(model, removes_units)
-    require_shapes(model)
+    if without := without_shape(model):
+        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
     if in_memory:
         require_values(
             _tensors(model),
@@ -128,16 +129,6 @@ def require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ModelError(f"The model must be an instance of torch.nn.Module, got {got}.")
-
-
-def require_shapes(model: nn.Module) -> None:
-    """Raise if a parameter waits for the first call of a lazy layer.
-
-    Raises:
-        LayerSelectionError: one does.
-    """
-    if without := without_shape(model):
-        raise LayerSelectionError(f"{without[0]!r} has no shape yet; call the model on a batch first.")
 
 
 def require_unstored(

@@ -38,7 +38,7 @@ from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 
 _ENTRIES = 2**24  # most entries of all stored Grams; a search solves layers from stored Grams
@@ -93,8 +93,7 @@ def _zeros(
             trial_density=1 - sparsity,
             statistics={} if criterion == "search" else None,
         )
-        measured = sweep.curves()
-        curves = {layer: entry.curve for layer, entry in measured.items()}
+        curves = sweep.curves()
         total = total_kept([*curves], sparsity)
         ranges = within_support(curves, {layer: ranges[layer] for layer in curves}, total)
         counts = optimal_counts(curves, total, ranges)
@@ -102,7 +101,7 @@ def _zeros(
             counts = search(
                 workspace,
                 counts,
-                ranges={layer: ranges[layer] for layer, entry in measured.items() if entry.priced},
+                ranges={layer: ranges[layer] for layer, curve in curves.items() if curve.priced},
                 weight_at=sweep.weight_at,
                 judges=judges,
                 generations=allocation.generations,
@@ -142,7 +141,7 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
     blocks = workspace.decided.blocks
     network_steps = bool(workspace.chain) and blocks is not None and blocks.network_steps > 0
     possible = allocation.generations > 0 and workspace.store.whole and can_keep_grams(layers) and not network_steps
-    outputs = output_count(judges)
+    outputs = sum(map(batches.position_count, judges.batches))
     if possible and outputs >= ENOUGH_OUTPUTS:
         workspace.note(f"Sparsities of layers: by a search, judged by {outputs} outputs.")
         return "search", judges
@@ -154,11 +153,6 @@ def _criterion(workspace: Workspace, allocation: Allocation, layers: tuple[Layer
 def can_keep_grams(layers: tuple[Layer, ...]) -> bool:
     """True if the Grams of all layers are small enough to be kept for a search."""
     return sum(layer.groups * layer.shape[1] ** 2 for layer in layers) <= _ENTRIES
-
-
-def output_count(judges: Samples) -> int:
-    """Number of outputs of the model (samples times positions) on some samples."""
-    return sum(batches.size(batch) * batches.positions(batch) for batch in judges.batches)
 
 
 def search(

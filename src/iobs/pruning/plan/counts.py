@@ -34,16 +34,18 @@ class Curve:
         keeps: ascending counts.
         damages: falling, in nats for one output of the model.
         energy: damage with no entries.
+        priced: True if a price in nats is known for the layer.
     """
 
     keeps: list[int]
     damages: list[float]
     energy: float
+    priced: bool = True
 
     @classmethod
-    def of(cls, points: Sequence[tuple[int, float]], energy: float) -> Curve:
+    def of(cls, points: Sequence[tuple[int, float]], energy: float, priced: bool) -> Curve:
         """The curve through (count, damage), ascending."""
-        return cls([keep for keep, _ in points], [damage for _, damage in points], energy)
+        return cls([keep for keep, _ in points], [damage for _, damage in points], energy, priced)
 
     def at(self, keep: float) -> float:
         """The damage with `keep` entries, by interpolation of its logarithm.
@@ -69,7 +71,7 @@ class Curve:
 
     def times(self, factor: float) -> Curve:
         """The curve with all damages multiplied by a factor."""
-        return Curve(self.keeps, [factor * damage for damage in self.damages], factor * self.energy)
+        return replace(self, damages=[factor * damage for damage in self.damages], energy=factor * self.energy)
 
 
 def under_pattern(allocation: Allocation, pattern: Pattern) -> Allocation:

@@ -30,15 +30,14 @@ from iobs.pruning.calibration.gram import Gram, Statistics
 from iobs.pruning.calibration.losses import answered, kl_to_answers, mean_loss
 from iobs.pruning.calibration.row_fisher import PROBE, RowFisher
 from iobs.pruning.calibration.sweep import Moments, Sweep
-from iobs.pruning.layerwise.grids import solver_without_grid
+from iobs.pruning.layerwise.patterns import solver_without_grid
 from iobs.pruning.layerwise.problem import Task, can_share, solve_layer, solve_together
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.counts import Curve
 from iobs.pruning.recipe import LayerSettings, Recipe
 from iobs.pruning.report import AllocationRecord, JsonObject
 from iobs.pruning.runtime.ranks import current
-from iobs.pruning.samples.batches import positions
-from iobs.pruning.samples.subsets import Samples, split
+from iobs.pruning.samples.batches import Samples, positions, split
 from iobs.pruning.workspace import Workspace
 
 CURVE_ROWS = 256  # least number of rows that stand for a layer; 1,024 move a hundredth of the weights (LOG.md)
@@ -54,14 +53,6 @@ _NEARLY_DENSE = 0.99  # share of nonzero weights from which some rows stand for 
 _LEAST_SHARE = 1e-12  # of the energy, below which a damage is rounding
 LEAST_TRIAL = 16  # samples of one trial, below which it says nothing: no trials in models of more layers
 _MOST_CORRECTION = 1e3
-
-
-@dataclass(frozen=True)
-class LayerCurve:
-    """Damages of one layer by kept entries, and whether a price in nats is known for them."""
-
-    curve: Curve
-    priced: bool
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class Damages:
 
     def curve(self) -> Curve:
         """The curve through all points."""
-        curve = Curve.of([*self.points, (self.full, 0.0)], self.energy)
+        curve = Curve.of([*self.points, (self.full, 0.0)], self.energy, self.priced)
         if self.trial is None or curve.at(self.trial[0]) <= 0:
             return curve
         factor = self.trial[1] / curve.at(self.trial[0])
@@ -209,29 +200,26 @@ class CurveSweep:
     trial_density: float | None = None
     statistics: dict[Layer, Statistics] | None = None
 
-    def curves(self) -> dict[Layer, LayerCurve]:
+    def curves(self) -> dict[Layer, Curve]:
         """The curves of all layers that receive input, in nats.
 
         Layers that no gradient reaches have a typical price: the geometric mean of the energies of the others.
         """
         damages = dict(self._measured())
-        curves: dict[Layer, LayerCurve] = {}
+        curves: dict[Layer, Curve] = {}
         whole = [layer for layer in self._whole if layer in damages and _is_dense(layer, damages[layer].full)]
         like = {kind: [damages[layer] for layer in layers] for kind, layers in _by_kind(whole).items()}
         for layer, entry in damages.items():
             if len(entry.points) == 1 and _is_dense(layer, entry.full) and layer not in self._whole:
                 entry = entry.shaped(like.get(_kind(layer), []))
-            curves[layer] = LayerCurve(entry.curve(), entry.priced)
-        energies = [curve.curve.energy for curve in curves.values() if curve.priced]
+            curves[layer] = entry.curve()
+        energies = [curve.energy for curve in curves.values() if curve.priced]
         typical = math.exp(fmean([math.log(energy) for energy in energies if energy > 0] or [0.0]))
         if not energies:
             self.workspace.note(
                 "No gradient of the model's outputs reaches a layer: layers are compared by relative error."
             )
-        return {
-            layer: entry if entry.priced else replace(entry, curve=entry.curve.times(typical))
-            for layer, entry in curves.items()
-        }
+        return {layer: curve if curve.priced else curve.times(typical) for layer, curve in curves.items()}
 
     @cached_property
     def _whole(self) -> dict[Layer, None]:

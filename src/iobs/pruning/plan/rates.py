@@ -27,7 +27,7 @@ from iobs.pruning.network.layers import Layer, same_tensors
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.curves import dense_sweep
 from iobs.pruning.recipe import LayerSettings, Rule
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.workspace import Workspace
 from iobs.solvers.successive_rounding import bits_at, level_at
 

@@ -21,10 +21,9 @@ from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.curves import CURVE_TOKENS, POSITIONS, TRIAL_SAMPLES, trial_answers, weights_written
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Samples
 from iobs.pruning.structure.expected import can_copy
-from iobs.pruning.structure.removal import take_biases
-from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units import Site, take_biases
 from iobs.pruning.widths.costs import CostModel, Products
 from iobs.pruning.widths.knapsack import WidthChoice, choices_of, chosen_widths, possible_widths, require_reachable
 from iobs.pruning.widths.latency import NAMES, Latency, measure, narrowed, shares_of
@@ -110,7 +109,7 @@ def _planned(workspace: Workspace, pattern: Structured) -> tuple[dict[str, int],
     curves = {} if equal else measuring.measured()
     choices = plain if equal else choices_of(every, pattern, workspace.request.tied, curves, offered)
     if latency is not None:
-        widths = _within_time(workspace, pattern, Timed(every, choices, latency, equal))
+        widths = _within_time(workspace, pattern, choices, latency, equal)
     else:
         widths = chosen_widths(choices, cost, limit, equal)
         _note_uncounted(workspace, choices, cost, widths)
@@ -152,23 +151,6 @@ def _chosen_units(workspace: Workspace, widths: dict[str, int], curves: Curves) 
     return kept
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Measured times, from which an allocation by time chooses.
-
-    Attributes:
-        sites: of the run.
-        choices: widths of every site, without those that a wider one beats.
-        latency: measured times.
-        equal: True for equal shares of all sites.
-    """
-
-    sites: tuple[Site, ...]
-    choices: list[WidthChoice]
-    latency: Latency
-    equal: bool
-
-
 def _timed(
     workspace: Workspace, pattern: Structured, sites: tuple[Site, ...]
 ) -> tuple[Latency, dict[str, tuple[int, ...]]]:
@@ -199,21 +181,30 @@ def _without_added(workspace: Workspace) -> Iterator[None]:
             model.get_submodule(path).register_parameter("bias", bias)
 
 
-def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dict[str, int]:
+def _within_time(
+    workspace: Workspace, pattern: Structured, choices: list[WidthChoice], latency: Latency, equal: bool
+) -> dict[str, int]:
     """Widths whose network was measured to take at most the time that is asked.
 
     The times of blocks add up to the time of the network only roughly. So the limit is corrected by measurements of the
     whole network with the chosen widths.
+
+    Args:
+        workspace: state of the run; the model is dense.
+        pattern: what is asked.
+        choices: widths of every site, without those that a wider one beats.
+        latency: measured times.
+        equal: True for equal shares of all sites.
     """
-    model, latency = workspace.store.model, timed.latency
+    model, sites = workspace.store.model, workspace.request.sites.sites
     limit = (1 - pattern.sparsity) * latency.dense
-    widths = chosen_widths(timed.choices, latency, limit, timed.equal)
+    widths = chosen_widths(choices, latency, limit, equal)
     if not can_copy(model):
         return widths
     fastest: tuple[float, dict[str, int]] | None = None
     for _ in range(TIMINGS):
         with _without_added(workspace):
-            narrow = narrowed(model, timed.sites, widths)
+            narrow = narrowed(model, sites, widths)
             before, after = shares_of(model, narrow, workspace.fit.batches[0], pattern.runtime, samples=pattern.batch)
         share = after / before
         if fastest is None or share < fastest[0]:
@@ -222,7 +213,7 @@ def _within_time(workspace: Workspace, pattern: Structured, timed: Timed) -> dic
             return widths
         limit -= (share - 1 + pattern.sparsity) * latency.dense
         try:
-            widths = chosen_widths(timed.choices, latency, limit, timed.equal)
+            widths = chosen_widths(choices, latency, limit, equal)
         except PatternError:
             break
     assert fastest is not None

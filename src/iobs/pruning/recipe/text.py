@@ -20,7 +20,7 @@ from iobs.pruning.report import JsonObject
 from iobs.solvers import REFINEMENTS, SOLVERS
 
 if TYPE_CHECKING:
-    from iobs.pruning.recipe.recipe import Recipe
+    from iobs.pruning.recipe import Recipe
 
 R = TypeVar("R")
 RUN = "run"  # section of a file in an output directory: what the command was given besides the recipe
@@ -76,11 +76,6 @@ def dump_yaml(values: Mapping[str, object]) -> str:
     """Plain types as YAML that `read_yaml` reads back."""
     text: str = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
-
-
-def recipe_part(values: Mapping[str, object]) -> JsonObject:
-    """The contents of a file without the section `run`."""
-    return {name: value for name, value in values.items() if name != RUN}
 
 
 def read_yaml(source: str | Path) -> JsonObject:

@@ -14,10 +14,9 @@ from iobs.pruning.calibration.replay import Stream
 from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.descent import STEPS_BETWEEN_SAVES, Descent, StepCheckpoint
 from iobs.pruning.descent.batches import shuffled_positions
-from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Streams, Window
-from iobs.pruning.descent.masters import Masters
+from iobs.pruning.descent.gradients import BlockwiseGradient, LossGradient, Masters, Streams, Window
 from iobs.pruning.descent.rates import RateTrials, block_trials, network_trials
-from iobs.pruning.layerwise.grids import free_zeros, is_rounded, rounding_of
+from iobs.pruning.layerwise.patterns import free_zeros, is_rounded, rounding_of
 from iobs.pruning.layerwise.projection import key_of
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import BlockFit

@@ -1,1 +1,1 @@
-"""Processes and storage of a run: checkpoints, fingerprints, ranks, memory."""
+"""Processes and storage of a run: checkpoints, ranks, memory."""

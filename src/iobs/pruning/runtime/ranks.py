@@ -19,8 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from iobs.errors import DistributedError, first_line, unless_out_of_memory
-from iobs.pruning.samples.batches import Batch, size, take
-from iobs.pruning.samples.subsets import Samples
+from iobs.pruning.samples.batches import Batch, Samples, size, take
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -1,1 +1,1 @@
-"""Calibration samples: batches, subsets of them, and the outputs of a model on them."""
+"""Calibration samples: batches, subsets of the samples, and the outputs of a model on them."""

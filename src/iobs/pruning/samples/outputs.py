@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from iobs.core.late import library_object
 from iobs.errors import CalibrationError
-from iobs.pruning.samples.batches import Batch, inputs, positions, size
+from iobs.pruning.samples.batches import Batch, inputs, position_count, positions
 
 
 def attended(model: nn.Module, batch: Batch) -> Tensor | None:
@@ -27,7 +27,7 @@ def attended(model: nn.Module, batch: Batch) -> Tensor | None:
 def attended_count(model: nn.Module, batch: Batch) -> int:
     """Number of positions that are not padding; for data without positions the number of samples."""
     mask = attended(model, batch)
-    return size(batch) * positions(batch) if mask is None else int(mask.sum())
+    return position_count(batch) if mask is None else int(mask.sum())
 
 
 def is_by_position(scores: Tensor, batch: Batch) -> bool:

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from iobs.errors import ModelError, first_line
-from iobs.pruning.structure.removal import CONFIG
-from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units import CONFIG, Site
 
 Configuration: TypeAlias = Any  # a configuration of transformers, or a value of one
 

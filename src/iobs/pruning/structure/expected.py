@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import iobs
 from iobs.errors import AuditError, ModelError, first_line, unless_out_of_memory
@@ -29,8 +30,7 @@ from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.samples.outputs import logits, tensors_of
 from iobs.pruning.structure.config_widths import counts_heads, is_configured
-from iobs.pruning.structure.removal import CONFIG, remove, zero_columns
-from iobs.pruning.structure.units import Attribute, Site
+from iobs.pruning.structure.units import CONFIG, Attribute, Site, remove, zero_columns
 
 _SIZED = {
     *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.expand),
@@ -329,7 +329,7 @@ class _Trial:
 
         def note(function: Function, args: Args, kwargs: Kwargs) -> None:
             if function in _SIZED:
-                sizes = _whole_numbers((args[1:], kwargs))
+                sizes = (size for size in tree_leaves((args[1:], kwargs)) if type(size) is int)
                 if any(size >= site.count and size % site.count == 0 for size in sizes):
                     lines.append(_line_of_code())
 
@@ -457,16 +457,6 @@ def _combinations(candidates: tuple[list[Attribute], list[Attribute]]) -> Iterat
 
 
 # ---- the line of code that gives a tensor a size which removed units would change, such as `x.view(-1, 256)`
-def _whole_numbers(values: Any) -> Iterator[int]:
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, tuple | list):
-        for value in values:
-            yield from _whole_numbers(value)
-    elif type(values) is int:
-        yield values
-
-
 def _line_of_code() -> str:
     """Place and text of the innermost line that runs and is no line of torch or iobs; "" without one."""
     for frame in reversed(traceback.extract_stack()):

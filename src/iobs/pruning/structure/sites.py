@@ -93,22 +93,18 @@ class Dependencies:
             for value, weight in zip(inputs, weights, strict=True)
         ]
         masks: dict[str, Tensor] = {}
-        for leaf, grad in self._gradients(inputs, noise, self.leaves if region is None else region):
-            mask = _by_channel(leaf.source, leaf.call, grad != 0)
-            masks[leaf.name] = masks[leaf.name] | mask if leaf.name in masks else mask
-        return masks
-
-    def _gradients(
-        self, inputs: list[Tensor], noise: list[Tensor], leaves: Sequence[_Leaf]
-    ) -> list[tuple[_Leaf, Tensor]]:
-        """The leaves that some tensors depend on, with gradients of the products of the tensors and noise."""
+        leaves = self.leaves if region is None else region
         if not leaves:
-            return []
+            return masks
         reason = "they need gradients between layers, and a backward pass that the model defines fails in eval mode"
-        tensors = [leaf.tensor for leaf in leaves]
         with refused(reason):
+            tensors = [leaf.tensor for leaf in leaves]
             grads = torch.autograd.grad(inputs, tensors, noise, retain_graph=True, allow_unused=True)
-        return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                mask = _by_channel(leaf.source, leaf.call, grad != 0)
+                masks[leaf.name] = masks[leaf.name] | mask if leaf.name in masks else mask
+        return masks
 
     def of_outputs(self) -> dict[str, Tensor]:
         """Entries that the model's outputs depend on, without a layer between."""
@@ -217,12 +213,12 @@ def checked_sites(model: nn.Module, short_batches: Sequence[Batch], inner: bool)
     traced = trace(model, short_batches)
     sites = unchecked_sites(model, traced, inner)
     verified = _with_equal_parts(model, short_batches, sites, verify(model, short_batches, sites))
-    unseen = {path: _UNSEEN for path in traced.unreached if _mixes_channels(model.get_submodule(path))}
-    return replace(verified, refused=verified.refused | unseen)
-
-
-def _mixes_channels(module: nn.Module) -> bool:
-    return any(value.ndim > 1 for value in module.parameters(recurse=False))
+    mixing = [
+        path
+        for path in traced.unreached
+        if any(value.ndim > 1 for value in model.get_submodule(path).parameters(recurse=False))
+    ]
+    return replace(verified, refused=verified.refused | dict.fromkeys(mixing, _UNSEEN))
 
 
 def unchecked_sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
@@ -235,8 +231,11 @@ def unchecked_sites(model: nn.Module, traced: Trace, inner: bool) -> list[Site]:
     graph.block_shared()
     graph.block_tied(model)
     sites = [_site(model, traced, reads, columns, group) for group in graph.groups()]
-    shared = [site.name for site in sites]
-    named = _numbered([_renamed(site) if shared.count(site.name) > 1 else site for site in sites])
+    uses = Counter(site.name for site in sites)
+    sites = [
+        replace(site, name=f"{site.name}:{site.writers[0].path}") if uses[site.name] > 1 else site for site in sites
+    ]
+    named = _numbered(sites)
     return [site for site in named if site.count > 1 and (site.inner or not inner)]
 
 
@@ -389,10 +388,6 @@ def _kind(model: nn.Module, reader: Reader, writers: Iterable[Slices]) -> Kind:
         return "channels"
     first, *others = reader.weight.index[0]
     return "heads" if first + 1 in others else "neurons"  # columns that are no neighbours are views of one neuron
-
-
-def _renamed(site: Site) -> Site:
-    return replace(site, name=f"{site.name}:{site.writers[0].path}")
 
 
 def _numbered(sites: Sequence[Site]) -> list[Site]:

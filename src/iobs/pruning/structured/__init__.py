@@ -22,8 +22,7 @@ from iobs.pruning.keep_sparse import live_on
 from iobs.pruning.network.modes import evaluating, keeping_buffers, seeded
 from iobs.pruning.network.selection import adapters_of, require_usable
 from iobs.pruning.plan.counts import under_pattern
-from iobs.pruning.recipe import Recipe
-from iobs.pruning.recipe.recipe import require_structured
+from iobs.pruning.recipe import Recipe, require_structured
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store

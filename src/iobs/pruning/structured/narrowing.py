@@ -34,10 +34,9 @@ from iobs.pruning.samples.batches import Batch
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import is_configured, widths_of
 from iobs.pruning.structure.expected import Expected, can_copy, require_narrower
-from iobs.pruning.structure.removal import remove, take_biases
 from iobs.pruning.structure.sites import checked_sites
 from iobs.pruning.structure.trace import traced_batches
-from iobs.pruning.structure.units import Site, SitesOfLayers
+from iobs.pruning.structure.units import Site, SitesOfLayers, remove, take_biases
 from iobs.pruning.structured_report import (
     CostRecord,
     PlannedCost,

@@ -39,9 +39,8 @@ from iobs.pruning.network.modes import keeping_attributes, keeping_buffers, repl
 from iobs.pruning.network.selection import Selection
 from iobs.pruning.report import Report
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import attended, unpadded
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
 from iobs.pruning.structure.config_widths import (
     Configuration,
@@ -59,8 +58,7 @@ from iobs.pruning.structure.config_widths import (
     without_entries,
 )
 from iobs.pruning.structure.expected import Expected, can_copy, require_rebuilt
-from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Attribute, Site, Slices
+from iobs.pruning.structure.units import Attribute, Site, Slices, remove
 from iobs.pruning.structured_report import (
     CostRecord,
     PlannedCost,

@@ -177,7 +177,8 @@ def _product(
     """The product with a whole weight, whose rows lie along `axis`; `within` if its columns belong to no unit."""
     kernel = weight[0, 0].numel()
     row = Side(weight.shape[axis], tuple(shares.get((key, axis), ())))
-    columns = () if within else _times(shares.get((key, 1 - axis), ()), kernel)
+    of_columns = () if within else shares.get((key, 1 - axis), ())
+    columns = tuple(replace(share, each=share.each * kernel) for share in of_columns)
     return LayerProduct(path, positions, row, Side(weight.shape[1 - axis] * kernel, columns))
 
 
@@ -195,10 +196,6 @@ def _shares(sites: Sequence[Site]) -> dict[tuple[str, int], list[Share]]:
         for part in site.slices:
             shares.setdefault((part.key, part.axis), []).append(Share(site.name, len(part.index[0]), site.count))
     return shares
-
-
-def _times(shares: Sequence[Share], kernel: int) -> tuple[Share, ...]:
-    return tuple(replace(share, each=share.each * kernel) for share in shares)
 
 
 @torch.no_grad()

@@ -33,8 +33,7 @@ from iobs.pruning.network.modes import fused_attention, inferring, keeping_buffe
 from iobs.pruning.runtime.ranks import current
 from iobs.pruning.samples import batches
 from iobs.pruning.samples.batches import Batch
-from iobs.pruning.structure.removal import remove
-from iobs.pruning.structure.units import Site
+from iobs.pruning.structure.units import Site, remove
 from iobs.pruning.widths.costs import WidthBySite
 
 TimedCall: TypeAlias = Callable[[], object]  # a function without arguments whose time is measured

@@ -25,9 +25,8 @@ from iobs.pruning.calibration.row_fisher import RowFisher
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.recipe import LossFunction
 from iobs.pruning.samples import batches
-from iobs.pruning.samples.batches import Batch
+from iobs.pruning.samples.batches import Batch, Samples
 from iobs.pruning.samples.outputs import class_axis, logits
-from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.structure.units import Index
 from iobs.solvers.grouped.system import definite_factor, refitted
 
