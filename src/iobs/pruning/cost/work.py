@@ -452,8 +452,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     workload = replace(workload, layers=divided or workload.layers)
     if allocation.criterion == "uniform" and not weighs_rows(recipe, pattern):
         return []
-    probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out)) / workload.ranks
-    pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * probe}
+    pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * _priced_samples(workload)}
     if allocation.criterion != "uniform":
         fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
@@ -499,8 +498,7 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     levels = len(UNIT_LEVELS)
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
     judges = _judges_of_trials(workload, trials)
-    probe = min(PROBE, PRICED_TOKENS / workload.length, workload.samples * (1 - workload.held_out))
-    passes = _FISHER_PASSES * probe + _FRAGMENTS * judges * (workload.sites * levels + 1)
+    passes = _FISHER_PASSES * _priced_samples(workload) + _FRAGMENTS * judges * (workload.sites * levels + 1)
     seconds = prices.forward * workload.length * passes
     seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
     for layer in workload.layers:
@@ -508,6 +506,12 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
         seconds += 2 * Solves(recipe.for_layer(layer.name), prices, grouped=True).seconds(layer)  # no unit is left
     mean = seconds / workload.sites
     return [Part("effects of widths", workload.sites, mean, once=True, phases={"allocation": mean})]
+
+
+def _priced_samples(workload: Work) -> float:
+    """The number of samples of this rank that rows are priced on."""
+    fit = workload.samples * (1 - workload.held_out)
+    return min(PROBE, PRICED_TOKENS / workload.length, fit) / workload.ranks
 
 
 def _judges_of_trials(workload: Work, most: int) -> float:
