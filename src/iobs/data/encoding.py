@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from iobs.core.formats import plural
 from iobs.errors import DataError, NonFiniteError
 from iobs.optimize.objectives.design import Array, Booleans
 
@@ -124,7 +125,7 @@ class ColumnCoding:
         unknown = sorted({str(value) for value in values if value is not None and value not in self.levels})
         if unknown:
             problems.add(
-                f"column {self.name!r} has {_count(len(unknown), 'level')} that the model does not know: "
+                f"column {self.name!r} has {plural(len(unknown), 'level')} that the model does not know: "
                 f"{_some(unknown)}; it knows {_some(list(self.levels))}."
             )
         # A category of a single level has no column.
@@ -297,10 +298,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return "_" not in text
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _some(texts: list[str]) -> str:

@@ -18,8 +18,6 @@ from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_ve
 from iobs.optimize.objectives.tabled import MultiResponse, Tabled
 from iobs.optimize.refit.newton import Fit
 
-_LARGEST = 700.0  # the largest margin whose exponential is finite
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SparseRegressor(RegressorMixin, RegressionPath, SparseEstimator):  # type: ignore[misc]

@@ -191,21 +191,21 @@ class TorchDesign(StoredDesign):
 
     def matvec(self, vector: Array) -> Array:
         """X v."""
-        return _host(self.matrix @ self._there(vector))
+        return on_host(self.matrix @ self._there(vector))
 
     def rmatvec(self, vector: Array) -> Array:
         """X^T r."""
-        return _host(self.matrix.T @ self._there(vector))
+        return on_host(self.matrix.T @ self._there(vector))
 
     def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
         """X^T A."""
         if rows is not None:
             return double(self.columns(rows).T @ matrix)
-        return _host(self.matrix.T @ self._there(matrix))
+        return on_host(self.matrix.T @ self._there(matrix))
 
     def columns(self, support: Indices) -> Array:
         """The columns in `support`."""
-        return _host(self.matrix[:, torch.from_numpy(support).to(self.matrix.device)])
+        return on_host(self.matrix[:, torch.from_numpy(support).to(self.matrix.device)])
 
     def squares(self, weights: Array) -> Array:
         """Weighted sums of squares of the columns."""
@@ -214,7 +214,7 @@ class TorchDesign(StoredDesign):
         for start in range(0, self.shape[0], rows):
             block = self.matrix[start : start + rows].double()
             there = torch.from_numpy(weights[start : start + rows]).to(block.device)
-            total += _host((block * block).T @ there)
+            total += on_host((block * block).T @ there)
         return total
 
     def samples(self, rows: Indices) -> TorchDesign:
@@ -230,8 +230,8 @@ class TorchDesign(StoredDesign):
             part = slice(start, start + rows)
             weight, height = (torch.from_numpy(values[part]).to(centre.device) for values in (weights, level))
             block = self.matrix[part].double() - height[:, None] * centre
-            first += _host(block.T @ (weight * height))
-            second += _host((block * block).T @ weight)
+            first += on_host(block.T @ (weight * height))
+            second += on_host((block * block).T @ weight)
         return first, second
 
 
@@ -369,7 +369,8 @@ def double(array: npt.ArrayLike) -> Array:
     return np.asarray(array, dtype=np.float64)
 
 
-def _host(tensor: torch.Tensor) -> Array:
+def on_host(tensor: torch.Tensor) -> Array:
+    """A tensor as float64 in main memory."""
     return np.asarray(tensor.detach().double().cpu().numpy())
 
 
