@@ -101,9 +101,8 @@ class ColumnCoding:
         if self.levels:
             return self._dummies(values, problems)
         if values.dtype.kind == "O":
-            problems.add(
-                f"column {self.name!r} holds text such as {_first_text(values)!r}, and the model needs numbers."
-            )
+            words = (str(value) for value in values if value is not None and not _is_number(str(value)))
+            problems.add(f"column {self.name!r} holds text such as {next(words, '')!r}, and the model needs numbers.")
             return np.zeros((rows, len(self.names)))
         numbers = np.asarray(values, dtype=np.float64)
         gone = np.isnan(numbers)
@@ -286,10 +285,6 @@ def _rows(rows: npt.NDArray[np.int64], total: int = 0) -> str:
     shown = ", ".join(f"{row + 1:,}" for row in rows[:_SHOWN].tolist()) + (", ..." if rows.size > _SHOWN else "")
     places = f"row{'s' if rows.size > 1 else ''} {shown}"
     return f"{rows.size:,} of {total:,} rows ({places})" if total else places
-
-
-def _first_text(values: Column) -> str:
-    return next((str(value) for value in values if value is not None and not _is_number(str(value))), "")
 
 
 def _is_number(text: str) -> bool:
