@@ -7,7 +7,7 @@ W - R_j S_j^-1 U_j^T and A to A + U_j S_j^-1 U_j^T. The new W and A give the cos
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from iobs.solvers.grouped.system import (
     spread,
     traces,
 )
-from iobs.solvers.protocols import require_whole
+from iobs.solvers.protocols import require_whole, unless_worse
 
 _LEAST = 1e-10  # least gain of an exchange, relative to the energy that the kept groups capture
 _PAIRS = 1 << 22  # entries of the blocks of one batch of pairs
@@ -60,10 +60,7 @@ class Exchange:
         tableau = Tableau.of(problem, labels)
         kept, swaps, certified = exchanged(tableau, kept_groups(solution.mask, labels), self.passes)
         stats = {**solution.stats, "swaps": swaps, "certified": certified}
-        refined = refitted(problem, labels, kept, **stats)
-        if float(refined.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
-            return replace(solution, stats=stats)
-        return refined
+        return unless_worse(refitted(problem, labels, kept, **stats), solution)
 
 
 @dataclass(frozen=True)
