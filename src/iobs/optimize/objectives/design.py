@@ -17,6 +17,7 @@ import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
 from iobs.core.late import is_tensor, torch
+from iobs.core.slices import slices
 from iobs.errors import NonFiniteError, ProblemError
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -116,12 +117,12 @@ class DenseDesign(StoredDesign):
         if equal and self.known_squares is not None:
             return self.known_squares
         total = np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
-        if equal and self.shape[0] <= rows:
+        parts = slices(self.shape, BLOCK_ELEMENTS)
+        if equal and len(parts) <= 1:
             return double(np.einsum("ij,ij->j", self.matrix, self.matrix, dtype=np.float64))
-        for start in range(0, self.shape[0], rows):
-            block = self.matrix[start : start + rows]
-            total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)
+        for part in parts:
+            block = self.matrix[part]
+            total += np.einsum("i,ij,ij->j", weights[part], block, block, dtype=np.float64)
         return total
 
     def samples(self, rows: Indices) -> DenseDesign:
@@ -210,10 +211,9 @@ class TorchDesign(StoredDesign):
     def squares(self, weights: Array) -> Array:
         """Weighted sums of squares of the columns."""
         total = np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
-        for start in range(0, self.shape[0], rows):
-            block = self.matrix[start : start + rows].double()
-            there = torch.from_numpy(weights[start : start + rows]).to(block.device)
+        for part in slices(self.shape, BLOCK_ELEMENTS):
+            block = self.matrix[part].double()
+            there = torch.from_numpy(weights[part]).to(block.device)
             total += on_host((block * block).T @ there)
         return total
 
@@ -224,10 +224,8 @@ class TorchDesign(StoredDesign):
     def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
         """See `SparseDesign.moments`."""
         first, second = np.zeros(self.shape[1]), np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
         centre = torch.from_numpy(mean).to(self.matrix.device)
-        for start in range(0, self.shape[0], rows):
-            part = slice(start, start + rows)
+        for part in slices(self.shape, BLOCK_ELEMENTS):
             weight, height = (torch.from_numpy(values[part]).to(centre.device) for values in (weights, level))
             block = self.matrix[part].double() - height[:, None] * centre
             first += on_host(block.T @ (weight * height))
