@@ -11,7 +11,7 @@ import numpy as np
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from iobs.cli.solve_options import CoefficientLimits, TableColumns
+    from iobs.cli.solve import CoefficientLimits, TableColumns
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import SparseEstimator
     from iobs.optimize.estimators.paths import Labels, PathSearch
