@@ -74,10 +74,11 @@ def test_solve_treats_text_targets_as_classes(k, numbers, tmp_path):
     assert "'yes' against 'no'" in text
 
 
-def test_solve_takes_counts_with_poisson_loss(numbers, rng, tmp_path):
+@pytest.mark.parametrize("loss", ["poisson", "negative_binomial", "negative-binomial"])
+def test_solve_takes_counts_with_losses_of_counts(loss, numbers, rng, tmp_path):
     X, _ = numbers
     file = _csv(tmp_path / "t.csv", X, rng.poisson(np.exp(X[:, 2])))
-    assert "c2" in run("solve", file, "--target", "price", "-k", "bic", "--loss", "poisson")
+    assert "c2" in run("solve", file, "--target", "price", "-k", "bic", "--loss", loss)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,22 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import typer
 from torch import nn
 
 from iobs.cli import console
-from iobs.cli.loading import batches_of_run, checked_device, checked_dtype
-from iobs.cli.output_place import OutputPlace
+from iobs.cli.loading import batches_of_run, checked_device, checked_dtype, local_directory
 from iobs.cli.run_file import RunSettings
 from iobs.cli.running import prune_with_progress, write_card
-from iobs.core.files import expanded, weight_files
+from iobs.core.files import weight_files
 from iobs.core.memory import available
 from iobs.core.patterns import Budget
 from iobs.core.steps import in_words
 from iobs.data import Batch
-from iobs.errors import ModelError, OutputError, ProblemError, is_out_of_memory
+from iobs.errors import OutputError, ProblemError, is_out_of_memory
 from iobs.models import LoadedModel
 from iobs.models.factory import is_built_by_code
 from iobs.models.skeleton import shapes_of, without_weights
@@ -41,6 +40,9 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 from iobs.report import summary_lines, write_report
+
+if TYPE_CHECKING:
+    from iobs.cli.prune import OutputPlace
 
 Result = TypeVar("Result")
 
@@ -204,7 +206,7 @@ def show_time(seconds: float, phases: Mapping[str, float], show: Callable[[str],
 
 
 def prune_low_memory(
-    directory: str | None,
+    model: str | None,
     settings: RunSettings,
     device: str | None,
     place: OutputPlace,
@@ -223,14 +225,12 @@ def prune_low_memory(
     chosen, arithmetic = checked_device(device), checked_dtype(options.dtype)
     streams_place = parse_place(streams)
     require_streamable(recipe)
-    directory = directory and str(expanded(directory))
-    if directory is None or not Path(directory).is_dir():
-        raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
-    if dry_run and not weight_files(Path(directory)):
+    directory = local_directory(model)
+    if dry_run and not weight_files(directory):
         if current().first:
-            _show_machines(Path(directory), settings, as_json, arithmetic)
+            _show_machines(directory, settings, as_json, arithmetic)
         return
-    streamed = StreamedModel.open(Path(directory), device=chosen, arithmetic=arithmetic)
+    streamed = StreamedModel.open(directory, device=chosen, arithmetic=arithmetic)
     store = StreamedStore(streamed, output or Path(), streams_place)
     selection = selected_for(store, options.pattern, options.include, options.ignore, recipe.depthwise)
     selection, request = requested(
@@ -238,7 +238,7 @@ def prune_low_memory(
     )
     if about := warning_of_days(selection.layers, recipe):
         console.warn(about)
-    name, window, batches = batches_of_run(without_weights(Path(directory), streamed.module), options)
+    name, window, batches = batches_of_run(without_weights(directory, streamed.module), options)
     timed, within = options.within is None or dry_run, options.seconds
     plan = store.plan(request, batches, timed, within)
     if (dry_run or output is None) and not current().first:
@@ -258,11 +258,11 @@ def prune_low_memory(
     show_plan(plan, console.say)
     _warn_of_memory(plan, store.device)
     with store.writing(place.replaceable):
-        facts = {"model": directory, "calibration": name, "seq_len": window}
+        facts = {"model": str(directory), "calibration": name, "seq_len": window}
         report = prune_with_progress(store, batches, settings, checkpoint, facts)
         if not current().first:
             return
-        write_card(report, "transformers", store.folder, Path(directory) / "README.md")
+        write_card(report, "transformers", store.folder, directory / "README.md")
         write_report(report, store.folder)
         settings.write(store.folder)
     place.finish()

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from iobs.cli import console, options
-from iobs.core.export_formats import FORMATS
 from iobs.core.files import expanded
 from iobs.core.outputs import beside, holds, names_to_replace
+from iobs.core.specs import FORMATS
 
 
 @options.command

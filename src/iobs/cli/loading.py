@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import typer
 from torch import nn
@@ -10,8 +12,9 @@ from iobs import models
 from iobs.cli import console
 from iobs.cli.options import Loading
 from iobs.cli.run_file import RunOptions
+from iobs.core.files import expanded
 from iobs.data import Batch, BatchSource, Source, TextSource, calibration_batches, open_source
-from iobs.errors import first_line
+from iobs.errors import ModelError, first_line
 from iobs.inference import StoredLinear
 from iobs.models import LoadedModel
 from iobs.models.packed import is_packed, is_ready_to_run, open_packed
@@ -49,6 +52,17 @@ def load_to_run(spec: str | None, loading: Loading) -> LoadedModel:
     device = "cpu" if loading.device is None else checked_device(loading.device)
     dtype = checked_dtype(loading.dtype)
     return open_packed(spec, dtype=dtype, device=device, trust_remote_code=loading.trust_remote_code)
+
+
+def local_directory(model: str | None) -> Path:
+    """The directory of MODEL with --low-memory, which reads its files.
+
+    Raises:
+        ModelError: it is no directory.
+    """
+    if model is None or not expanded(model).is_dir():
+        raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
+    return expanded(model)
 
 
 def checked_precision(precision: str | None, spec: str) -> str:

@@ -8,6 +8,8 @@ from iobs.cli import console
 from iobs.core.formats import significant
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from iobs.cli.solution import JSONObject, SolveResult
     from iobs.cli.solve_inputs import Regression
 
@@ -17,13 +19,11 @@ _BEYOND = 3  # values of k beyond the chosen one that the printed path shows
 
 def show(solution: SolveResult, model: JSONObject) -> None:
     """Print the coefficients, the path and what a reader must know about both."""
-    from rich.table import Table as RichTable
-
     out = console.output_console()
     names = list(dict.fromkeys(row["name"] for row in model["features"]))  # k and the forced columns
     many = len(solution.problem.table.classes) > 2
     title = f"{len(names)} of {model['columns']} columns, {model['samples']:,} rows, {model['loss']} loss"
-    shown = RichTable(title=title, title_justify="left", header_style="bold")
+    shown = _table(title)
     shown.add_column("column")
     if many:
         shown.add_column("class")
@@ -67,11 +67,15 @@ def _card_text(solution: SolveResult) -> str:
     return f"{replace(card, names=tuple(names[j] for j in card.columns), label=label)}\n{solution.card.message_}"
 
 
-def _path_table(solution: SolveResult, model: JSONObject) -> object:
-    from rich.table import Table as RichTable
+def _table(title: str) -> Table:
+    from rich.table import Table
 
+    return Table(title=title, title_justify="left", header_style="bold")
+
+
+def _path_table(solution: SolveResult, model: JSONObject) -> object:
     title = "best columns for every k" if solution.knockoffs is None else "columns in the order of the filter"
-    shown = RichTable(title=title, title_justify="left", header_style="bold")
+    shown = _table(title)
     for heading in ("k", "loss", *(["score"] if solution.criterion else [])):
         shown.add_column(heading, justify="right")
     shown.add_column("change")
@@ -152,9 +156,7 @@ def _remarks(solution: SolveResult, model: JSONObject) -> list[str]:
 
 def _near_tables(near: JSONObject) -> list[object]:
     """The columns and the first models as tables, and what a reader must know about both."""
-    from rich.table import Table as RichTable
-
-    columns = RichTable(title="columns of the near-optimal models", title_justify="left", header_style="bold")
+    columns = _table("columns of the near-optimal models")
     columns.add_column("column")
     for heading in ("in models", "loss if left out", "best without it"):
         columns.add_column(heading, justify="right")
@@ -168,7 +170,7 @@ def _near_tables(near: JSONObject) -> list[object]:
             f"+{row['least_rise']:.2%} to +{row['most_rise']:.2%}",
             beyond if without is None else f"+{without:.2%}",
         )
-    models = RichTable(title="near-optimal models", title_justify="left", header_style="bold")
+    models = _table("near-optimal models")
     models.add_column("above best", justify="right")
     models.add_column("columns")
     for model in near["models"][:_NEAR_SHOWN]:

@@ -11,7 +11,7 @@ import numpy as np
 from iobs.errors import DataError
 
 if TYPE_CHECKING:
-    from iobs.cli.solve_options import CoefficientLimits, TableColumns
+    from iobs.cli.solve import CoefficientLimits, TableColumns
     from iobs.data.tables import Table
     from iobs.optimize.estimators.base import SparseEstimator
     from iobs.optimize.estimators.paths import Labels, PathSearch
@@ -231,7 +231,7 @@ def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]
         raise DataError("--loss cox and --status COLUMN (1 for an event, 0 for a censored time) need each other.")
     if loss == "auto":
         loss = "logistic" if table.classes or np.isin(values, (0, 1)).all() else "squared"
-    if loss not in LOSSES:
+    if loss.replace("-", "_") not in LOSSES:
         raise DataError(f"--loss (or --family) must be auto, {', '.join(LOSSES)}, got {loss!r}.")
     if loss == "cox" and (table.classes or (table.y < 0).any()):
         raise DataError("The target of --loss cox must be times: numbers of at least 0.")
@@ -245,4 +245,4 @@ def _with_loss(table: Table, loss: str, status: str | None) -> tuple[Table, str]
     if loss == "logistic" and not table.classes and whole and not np.isin(values, (0, 1)).all():
         numbers = np.searchsorted(values, table.y).astype(np.float64)
         table = replace(table, y=numbers, classes=[str(int(value)) for value in values])
-    return table, loss
+    return table, loss.replace("-", "_")

@@ -11,14 +11,13 @@ import typer
 from iobs.cli import console, options
 from iobs.cli.console import ConsoleSteps
 from iobs.cli.in_memory import show_units_plan
-from iobs.cli.loading import load_model
+from iobs.cli.loading import load_model, local_directory
 from iobs.cli.run_file import RunSettings
 from iobs.cli.running import shown_command
-from iobs.core.files import expanded
 from iobs.core.patterns import Pattern
 from iobs.core.structured import Structured
 from iobs.data import CORPORA, Batch, BatchSource, TextSource, open_source
-from iobs.errors import DataError, ModelError
+from iobs.errors import DataError
 from iobs.models import LoadedModel
 from iobs.pruning.structured_report import StructuredReport
 from iobs.vocabulary import VocabularyRemoval, open_without_weights
@@ -66,9 +65,7 @@ def prune_vocabulary(
     run, pattern = settings.options, settings.options.pattern
     assert isinstance(pattern, Structured)
     if run.low_memory:
-        if model is None or not expanded(model).is_dir():
-            raise ModelError("--low-memory needs a local model directory with safetensors; download the model first.")
-        loaded = open_without_weights(model)
+        loaded = open_without_weights(local_directory(model))
     else:
         loaded = load_model(model, replace(loading, dtype=run.dtype))
     loaded.require_tokenizer()

@@ -50,13 +50,23 @@ def packed_hint(directory: Path) -> str:
     return "; it is packed: run iobs pack --unpack first" if [*directory.glob("*.packed")] else ""
 
 
+def read_header(file: Path) -> tuple[Any, int]:
+    """The header of a safetensors file as it stands there, and its length.
+
+    Raises:
+        OSError, ValueError, RecursionError: the file cannot be read, or is no safetensors file.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError("its header is too long")
+        return json.loads(opened.read(length)), length
+
+
 def is_packed_file(file: Path) -> bool:
     """True if a safetensors file is packed; False for files that are damaged or no safetensors files."""
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else {}
-        return PACKED in header.get("__metadata__", {})
+        return PACKED in read_header(file)[0].get("__metadata__", {})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
 

@@ -98,9 +98,11 @@ def best_name(values: Mapping[str, float], metric: str) -> str | None:
 
 def to_json(value: object) -> str:
     """Plain values as standard JSON; non-finite numbers become "Infinity", "-Infinity" or "NaN"."""
-    return json.dumps(
-        _mapped(value, lambda leaf: json.dumps(leaf) if _is_infinite(leaf) else leaf), indent=1, default=str
-    )
+
+    def finite(leaf: object) -> object:
+        return json.dumps(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+
+    return json.dumps(_mapped(value, finite), indent=1, default=str)
 
 
 def from_json(text: str) -> JSON:
@@ -112,10 +114,6 @@ def from_json(text: str) -> JSON:
     return cast(
         JSON, _mapped(json.loads(text), lambda leaf: _INFINITE.get(leaf, leaf) if isinstance(leaf, str) else leaf)
     )
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _mapped(value: object, change: Callable[[object], object]) -> object:
@@ -142,13 +140,11 @@ def _last_name(path: str) -> str:
 
 def paths_without_folders(value: object) -> object:
     """Plain values, with `without_folders` applied to every text in them."""
-    if isinstance(value, str):
-        return value if value.startswith("data:") else without_folders(value)
-    if isinstance(value, dict):
-        return {name: paths_without_folders(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [paths_without_folders(entry) for entry in value]
-    return value
+
+    def shortened(leaf: object) -> object:
+        return without_folders(leaf) if isinstance(leaf, str) and not leaf.startswith("data:") else leaf
+
+    return _mapped(value, shortened)
 
 
 def plural(count: int, noun: str) -> str:

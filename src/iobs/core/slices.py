@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from iobs.core.late import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST = 2**18  # entries of a slice: whole bytes of a mask
 

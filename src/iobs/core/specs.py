@@ -1,4 +1,4 @@
-"""Names of models, data and tables as users write them, checked without loading what they name.
+"""Names of models, data, tables and formats as users write them, checked without loading what they name.
 
 The command line checks paths here first: loading a model, or only torch, takes seconds.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from iobs.core.files import expanded
@@ -15,6 +16,32 @@ from iobs.errors import DataError, ModelError, ProblemError
 CONFIG_NAME = "iobs.json"  # of a directory with a network that code builds
 _WEIGHTS = (".safetensors", ".packed")
 _FUNCTION = re.compile(r"^(?P<file>.+\.py):(?P<function>[A-Za-z_]\w*)$")
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A format of another runtime in which models are exported.
+
+    Attributes:
+        bits: numbers of bits that the format can hold.
+        weights: patterns of the files that hold the weights and the graph.
+        what: the runtime that reads it.
+        packages: names of the optional packages that it is written with.
+    """
+
+    bits: tuple[int, ...]
+    weights: tuple[str, ...]
+    what: str
+    packages: tuple[str, ...] = ()
+
+
+FORMATS = {  # `iobs.exports` has the writers
+    "gguf": ExportFormat((4, 8, 16, 32), ("*.gguf",), "llama.cpp", ("gguf",)),
+    "nemotron-nas": ExportFormat((16, 32), ("*.safetensors",), "vLLM, mlx-lm, transformers"),
+    "onnx": ExportFormat((4, 8), ("*.onnx", "*.onnx_data"), "ONNX Runtime", ("onnx", "onnxscript")),
+    "compressed-tensors": ExportFormat((4, 8), ("*.safetensors",), "transformers, vLLM", ("compressed_tensors",)),
+    "openvino": ExportFormat((4, 8), ("openvino_model.*",), "OpenVINO", ("openvino", "onnx", "onnxscript")),
+}
 
 
 def is_function_spec(spec: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from iobs.core.formats import plural
 from iobs.errors import DataError, NonFiniteError
 from iobs.optimize.objectives.design import Array, Booleans
 
@@ -100,9 +101,8 @@ class ColumnCoding:
         if self.levels:
             return self._dummies(values, problems)
         if values.dtype.kind == "O":
-            problems.add(
-                f"column {self.name!r} holds text such as {_first_text(values)!r}, and the model needs numbers."
-            )
+            words = (str(value) for value in values if value is not None and not _is_number(str(value)))
+            problems.add(f"column {self.name!r} holds text such as {next(words, '')!r}, and the model needs numbers.")
             return np.zeros((rows, len(self.names)))
         numbers = np.asarray(values, dtype=np.float64)
         gone = np.isnan(numbers)
@@ -124,7 +124,7 @@ class ColumnCoding:
         unknown = sorted({str(value) for value in values if value is not None and value not in self.levels})
         if unknown:
             problems.add(
-                f"column {self.name!r} has {_count(len(unknown), 'level')} that the model does not know: "
+                f"column {self.name!r} has {plural(len(unknown), 'level')} that the model does not know: "
                 f"{_some(unknown)}; it knows {_some(list(self.levels))}."
             )
         # A category of a single level has no column.
@@ -287,20 +287,12 @@ def _rows(rows: npt.NDArray[np.int64], total: int = 0) -> str:
     return f"{rows.size:,} of {total:,} rows ({places})" if total else places
 
 
-def _first_text(values: Column) -> str:
-    return next((str(value) for value in values if value is not None and not _is_number(str(value))), "")
-
-
 def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
         return False
     return "_" not in text
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _some(texts: list[str]) -> str:

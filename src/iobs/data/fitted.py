@@ -68,7 +68,7 @@ class Fitted:
             "means": list(self.means),
             **({"offset": self.offset, "exposure": self.exposure} if self.offset else {}),
             **({"products": [list(pair) for pair in self.products]} if self.products else {}),
-            **({} if self.survival is None else dict(zip(_SURVIVAL, _lists(self.survival), strict=True))),
+            **{name: steps.tolist() for name, steps in zip(_SURVIVAL, self.survival or (), strict=False)},
         }
 
     @classmethod
@@ -239,7 +239,3 @@ class Fitted:
         place = np.searchsorted(hazard, needed)
         median = np.append(times, np.inf)[place]  # infinite where the data end before
         return {"log hazard ratio": margins.tolist(), f"median {self.target}": median.tolist()}
-
-
-def _lists(arrays: tuple[Array, Array]) -> list[list[float]]:
-    return [array.tolist() for array in arrays]

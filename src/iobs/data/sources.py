@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -105,7 +106,7 @@ def open_source(specs: Sequence[str], part: Part, model: LoadedModel) -> Source:
     for file in files:
         _require_text(file, len(files))
     piece = PIECE if part == "calibration" else None
-    return TextSource(", ".join(specs), lambda: _all_documents(files, piece))
+    return TextSource(", ".join(specs), lambda: chain.from_iterable(read_documents(file, piece) for file in files))
 
 
 def _require_text(file: Path, count: int) -> None:
@@ -183,11 +184,6 @@ def _default(part: Part, model: LoadedModel) -> Source:
         )
     name = "c4" if part == "calibration" else "wikitext2"
     return TextSource(name, lambda: corpus_documents(name, part))
-
-
-def _all_documents(files: Sequence[Path], piece: int | None) -> Iterator[str]:
-    for file in files:
-        yield from read_documents(file, piece)
 
 
 def _listed(value: object) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -238,8 +237,9 @@ def evaluate(
         order = _spread(len(source.inputs), limit)
         size = batch or 64
         arrays = array_batches(source, model, order, size)
-        report = partial(_with_total, progress, math.ceil(len(order) / size))
-        return {**_of_targets(model.module, arrays, source.targets, report), "samples": float(len(order))}
+        total = math.ceil(len(order) / size)  # of an iterator it is unknown
+        scores = _of_targets(model.module, arrays, source.targets, lambda done, _: progress(done, total))
+        return {**scores, "samples": float(len(order))}
     part = Samples.of(source.batches) if limit is None else Samples.of(source.batches).first(limit)
     if model.task == "causal-lm":
         windows, labels = _stacked_windows(part.batches)
@@ -269,11 +269,6 @@ def _of_targets(
     if targets is not None and targets.is_floating_point():
         return {"mean squared error": squared_error(module, batches, progress)}
     return {"accuracy": accuracy(module, batches, progress)}
-
-
-def _with_total(progress: Progress, total: int, done: int, _: int) -> None:
-    """Report progress with a known total, in place of the total of an iterator, which is unknown."""
-    progress(done, total)
 
 
 def _stacked_windows(batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:

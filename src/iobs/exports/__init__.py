@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from iobs.core.export_formats import FORMATS, ExportFormat
 from iobs.core.files import expanded
+from iobs.core.specs import FORMATS, ExportFormat
 from iobs.errors import ModelError
 from iobs.exports.source import Example, Export, ExportSource, Written, needed, source_of
 from iobs.exports.to_compressed_tensors import write_compressed_tensors

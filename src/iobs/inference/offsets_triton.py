@@ -1,6 +1,6 @@
 """Products with a matrix of column offsets on a GPU, in Triton.
 
-The parts of the matrix are those of `column_offsets.packed`; zeros that fill up a group are skipped. With
+The parts of the matrix are those of `gpu.packed`; zeros that fill up a group are skipped. With
 TRITON_INTERPRET=1 in the environment before the import, the same code runs on the CPU.
 """
 

@@ -9,21 +9,13 @@ import torch
 from iobs.core.files import expanded
 from iobs.core.specs import CONFIG_NAME, is_function_spec, require_model
 from iobs.models import factory
-from iobs.models.loaded import LoadedModel, Tokenizer, parameter_count, size_in_bytes
-from iobs.models.output import output_directory
+from iobs.models.loaded import LoadedModel as LoadedModel
+from iobs.models.loaded import Tokenizer as Tokenizer
+from iobs.models.loaded import parameter_count as parameter_count
+from iobs.models.loaded import size_in_bytes as size_in_bytes
+from iobs.models.output import output_directory as output_directory
 from iobs.models.sixteen_bits import widen
-from iobs.models.vision_shim import ensure_torchvision
-
-__all__ = [
-    "EMBEDDED",
-    "LoadedModel",
-    "Tokenizer",
-    "ensure_torchvision",
-    "load",
-    "output_directory",
-    "parameter_count",
-    "size_in_bytes",
-]
+from iobs.models.vision_shim import ensure_torchvision as ensure_torchvision
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "embedded"
 

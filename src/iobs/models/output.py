@@ -155,8 +155,9 @@ _LICENCE = re.compile(r"^license(?:_name|_link)?:.*(?:\n[ -].*)*", flags=re.MULT
 def copy_companions(source: Path, target: Path, keep_index: bool = False, leave: Collection[str] = ()) -> None:
     """Copy all files and folders of a model directory except its weights.
 
-    Not copied: hidden files, and folders that hold weights (another model, or another format of this model). A
-    config.json in `target` is kept, because it describes the weights there. A file that cannot be copied only warns.
+    Not copied: hidden files, and folders that hold weights (another model, or another format of this model) or the
+    target. A config.json in `target` is kept, because it describes the weights there. A file that cannot be copied
+    only warns.
 
     Args:
         source: a model directory.
@@ -169,8 +170,10 @@ def copy_companions(source: Path, target: Path, keep_index: bool = False, leave:
             continue
         try:
             if entry.is_file():
-                _copy(entry, target)
-            elif not _leads_to(entry, target) and not _holds_weights(entry):
+                described = entry.name == "config.json" and (target / entry.name).exists()
+                if not described and not _is_weights(entry):
+                    shutil.copyfile(entry, target / entry.name)
+            elif not target.resolve().is_relative_to(entry.resolve()) and not any(map(_is_weights, entry.rglob("*"))):
                 shutil.copytree(entry, target / entry.name, ignore=_left_of)
         except OSError as error:  # the computed weights are worth more than a companion file
             warnings.warn(f"{entry} could not be copied to {target}: {error}.", stacklevel=2)
@@ -197,12 +200,6 @@ def with_licence(card: str, original: Path) -> str:
     return card.replace("---\n", "\n".join(["---", *stated, ""]), 1)
 
 
-def _copy(file: Path, target: Path) -> None:
-    if _is_weights(file) or (file.name == "config.json" and (target / file.name).exists()):
-        return
-    shutil.copyfile(file, target / file.name)
-
-
 def _left_of(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if _stays_behind(Path(folder, name))]
 
@@ -216,12 +213,3 @@ def _stays_behind(path: Path) -> bool:
 
 def _is_weights(file: Path) -> bool:
     return file.suffix in _WEIGHTS or file.name.endswith((".index.json", ".onnx_data"))
-
-
-def _holds_weights(folder: Path) -> bool:
-    return any(_is_weights(file) for file in folder.rglob("*"))
-
-
-def _leads_to(folder: Path, target: Path) -> bool:
-    """Check that the target is this folder, or lies inside it."""
-    return target.resolve().is_relative_to(folder.resolve())

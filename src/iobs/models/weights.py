@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from iobs.core.files import read_header
 from iobs.core.late import library_class
 from iobs.errors import ModelError
 from iobs.pruning.network.layers import same_tensors
@@ -48,10 +50,7 @@ class Entry:
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -61,11 +60,7 @@ def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         ModelError: the file is damaged, cut short, or holds an unknown dtype.
     """
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > 2**27:
-                raise ValueError("its header is too long")
-            header = json.loads(opened.read(length))
+        header, length = read_header(file)
         metadata = dict(header.pop("__metadata__", {}))
         described = {name: (value["dtype"], tuple(value["shape"])) for name, value in header.items()}
         strange = {name: dtype for name, (dtype, _) in described.items() if dtype not in DTYPES}

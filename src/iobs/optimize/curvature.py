@@ -278,7 +278,7 @@ class FullHessian:
             return self.products(problem, theta, gradient)
         amount = _amount(objective, theta, damping)
         matrix = objective.hessian_block(theta, np.arange(objective.dimension))
-        if damping is None and amount == 0.0 and not _definite(matrix):
+        if damping is None and amount == 0.0 and not is_definite(matrix):
             amount = _SINGULAR_DAMPING * largest_eigenvalue(objective, theta)
         matrix[np.diag_indices_from(matrix)] += amount
         return QuadraticObjective(matrix, matrix @ theta - gradient, forced=problem.forced)
@@ -417,9 +417,10 @@ def _amount(objective: Objective, theta: Array, damping: float | None, accuracy:
     return 0.0
 
 
-def _definite(matrix: Array) -> bool:
+def is_definite(matrix: Array, least: float = 1e-13) -> bool:
+    """Check that a matrix has a Cholesky factor, and every pivot more than a share `least` of its diagonal entry."""
     try:
         factor = np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError:
         return False
-    return bool((factor.diagonal() ** 2 > 1e-13 * matrix.diagonal()).all())
+    return bool((factor.diagonal() ** 2 > least * matrix.diagonal()).all())

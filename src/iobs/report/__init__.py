@@ -13,22 +13,15 @@ from iobs.core.formats import from_json, paths_without_folders, to_json
 from iobs.errors import DataError
 from iobs.pruning.report import RENDERERS, Report
 from iobs.pruning.structured_report import StructuredReport
-from iobs.report.card import render_card
-from iobs.report.page import render_page, render_summary
-from iobs.report.tables import audit_table, layers_table, rounds_table, scores_table, summary_lines, widths_table
-
-__all__ = [
-    "audit_table",
-    "layers_table",
-    "read_report",
-    "render_card",
-    "render_page",
-    "rounds_table",
-    "scores_table",
-    "summary_lines",
-    "widths_table",
-    "write_report",
-]
+from iobs.report.card import render_card as render_card
+from iobs.report.page import render_page as render_page
+from iobs.report.page import render_summary
+from iobs.report.tables import audit_table as audit_table
+from iobs.report.tables import layers_table as layers_table
+from iobs.report.tables import rounds_table as rounds_table
+from iobs.report.tables import scores_table as scores_table
+from iobs.report.tables import summary_lines as summary_lines
+from iobs.report.tables import widths_table as widths_table
 
 
 def write_report(report: Report, directory: Path) -> None:

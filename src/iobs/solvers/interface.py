@@ -25,8 +25,6 @@ from iobs.solvers.families import (
     FAMILIES,
     GRIDS,
     RATES,
-    REFINEMENTS,
-    SOLVERS,
     SolverFamily,
     family_of,
     require_fit,
@@ -351,14 +349,3 @@ def _without_dead_columns(quadratic: Quadratic) -> tuple[Quadratic, Tensor | Non
                 "is zero and the linear term is not. Compute both from the same samples."
             )
     return quadratic.without(dead), dead
-
-
-__all__ = [
-    "BUDGETED",
-    "REFINEMENTS",
-    "SOLVERS",
-    "require_known_refinement",
-    "require_known_solver",
-    "solve",
-    "solve_many",
-]

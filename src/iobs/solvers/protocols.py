@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal, Protocol, get_args
 
@@ -31,6 +31,11 @@ class Refinement(Protocol):
     def __call__(self, problem: Quadratic, pattern: Pattern, solution: Solution) -> Solution:
         """Return a solution under the same pattern with at most the loss of the given solution."""
         ...
+
+
+def unless_worse(refined: Solution, before: Solution) -> Solution:
+    """A refined solution; that before it, with the new stats, if rounding to the dtype has raised the loss."""
+    return replace(before, stats=refined.stats) if float(refined.loss.sum()) > float(before.loss.sum()) else refined
 
 
 def require_budget(budget: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.solvers.kernels import over_rows
-from iobs.solvers.protocols import require_whole
+from iobs.solvers.protocols import require_whole, unless_worse
 from iobs.solvers.refit import scaled
 from iobs.solvers.swap import exchange_pairs
 
@@ -63,9 +63,7 @@ class ScreenedSwap:
             moved = (rows.mask != before).any(1)
         stats = {**solution.stats, "swaps": int(rows.swaps.sum()), "exchanges": exchanges}
         refined = Solution.of(problem, (rows.weight / scale).to(problem.dtype), rows.mask, **stats)
-        if float(refined.loss.sum()) > float(solution.loss.sum()):
-            return replace(solution, stats=stats)
-        return refined
+        return unless_worse(refined, solution)
 
 
 def _exchange(rows: Rows) -> int:

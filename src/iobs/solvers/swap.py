@@ -17,7 +17,7 @@ from iobs.core import linalg
 from iobs.core.partition import Partition
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
-from iobs.solvers.protocols import SolveCost, require_whole, usual_cost
+from iobs.solvers.protocols import SolveCost, require_whole, unless_worse, usual_cost
 
 _REBUILD = 64  # swaps after which the state of a row is recomputed, so that rounding does not build up
 
@@ -61,12 +61,8 @@ class Swap:
         search.swap_in_rows(mask, weight, range(len(mask)))
         certified = groups.size <= problem.shape[1] or search.exchange(mask, weight, self.rounds)
         weight, mask = (weight / scale).to(problem.device, problem.dtype), mask.to(problem.device)
-        stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges}
-        stats["certified"] = certified
-        refined = Solution.of(problem, weight, mask, **stats)
-        if float(refined.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
-            return replace(solution, stats=stats)
-        return refined
+        stats = {**solution.stats, "swaps": search.swaps, "exchanges": search.exchanges, "certified": certified}
+        return unless_worse(Solution.of(problem, weight, mask, **stats), solution)
 
 
 def _scaled(problem: Quadratic) -> tuple[Tensor, Tensor, Tensor]:

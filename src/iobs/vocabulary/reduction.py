@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from iobs.core.files import expanded
 from iobs.core.patterns import keep_count
@@ -299,7 +299,7 @@ class VocabularyRemoval:
         entries = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
         costs = [
             CostRecord(kind, measure(self.model.module), measure(module), "of the whole network")
-            for kind, measure in (("parameters", parameter_count), ("megabytes", _megabytes))
+            for kind, measure in (("parameters", parameter_count), ("megabytes", lambda net: size_in_bytes(net) / 1e6))
         ]
         return StructuredReport(
             settings={"model": self.model.source, "pattern": f"{len(self.rows)} tokens", "corpus tokens": self.tokens},
@@ -341,11 +341,6 @@ def _kept_count(keep: int | float, total: int) -> int:
     if count >= total:
         raise PatternError(f"{count:,} tokens are not fewer than the {total:,} of the tokenizer; keep fewer.")
     return count
-
-
-def _megabytes(module: nn.Module) -> float:
-    """About the size of the weight file."""
-    return size_in_bytes(module) / 1e6
 
 
 def _document_of(tokenizer: Any, source: str) -> JsonObject:

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
+from iobs.optimize.curvature import NO_INDICES
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 
 _EXCLUDED, _USED, _FREE = -3, -2, -1
-_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Choices:
     def groups(self) -> Indices:
         """The numbers of the groups, ascending."""
         grouped = self.roles[self.roles >= 0]
-        return np.unique(grouped).astype(np.int64) if grouped.size else _NOTHING
+        return np.unique(grouped).astype(np.int64) if grouped.size else NO_INDICES
 
     @cached_property
     def room(self) -> int:
@@ -107,12 +107,12 @@ class Choices:
         else:
             old = int(np.setdiff1d(np.arange(self.groups.size + 1), self.groups)[0])
         roles[features] = old
-        return replace(self, roles=roles).settled(_NOTHING, _NOTHING)
+        return replace(self, roles=roles).settled(NO_INDICES, NO_INDICES)
 
     def representatives(self, costs: Array) -> Indices:
         """The feature of the largest cost of each group, in the order of `groups`."""
         if not self.groups.size:
-            return _NOTHING
+            return NO_INDICES
         places = np.flatnonzero(self.roles >= 0)
         order = places[np.lexsort((-costs[places], self.roles[places]))]
         return order[np.searchsorted(self.roles[order], self.groups)].astype(np.int64)

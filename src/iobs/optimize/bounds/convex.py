@@ -20,7 +20,7 @@ from iobs.optimize.bounds.checkpoint import ProofCheckpoint, SavedProof, identit
 from iobs.optimize.bounds.convex_tree import OUT_OF_TIME, ConvexTree
 from iobs.optimize.bounds.perspective import SparseConvex
 from iobs.optimize.bounds.reach import OutOfTimeError, reached
-from iobs.optimize.curvature import QuadraticObjective
+from iobs.optimize.curvature import QuadraticObjective, is_definite
 from iobs.optimize.objectives.base import DesignObjective, Objective
 from iobs.optimize.objectives.cox import Cox
 from iobs.optimize.objectives.design import Array, Booleans, Indices
@@ -179,11 +179,7 @@ def separable_part(hessian: Array) -> Array:
 
     Any such D can be taken out of F and counted as ridge. Here D_jj is the same share of 1 / (H^-1)_jj for all j.
     """
-    try:
-        factor = np.linalg.cholesky(hessian)
-    except np.linalg.LinAlgError:
-        return np.zeros(len(hessian))
-    if not (factor.diagonal() ** 2 > 1e-8 * hessian.diagonal()).all():
+    if not is_definite(hessian, 1e-8):
         return np.zeros(len(hessian))
     inverse = np.linalg.inv(hessian)
     scaled = np.sqrt(inverse.diagonal())

@@ -23,6 +23,7 @@ import numpy as np
 
 from iobs.optimize.bounds.choices import Choices
 from iobs.optimize.bounds.perspective import Relaxed, SparseConvex, Tangent
+from iobs.optimize.curvature import NO_INDICES
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.refit.newton import Fit, refit
 from iobs.optimize.refit.within import Bounds
@@ -30,7 +31,6 @@ from iobs.optimize.refit.within import Bounds
 OUT_OF_TIME = "the time limit was reached"
 
 _STORED_BYTES = 1 << 30  # of the open nodes; above this the search goes depth first
-_NOTHING = np.zeros(0, np.int64)
 _NEIGHBOURS = 0.5  # features whose columns have at least this correlation are branched on together
 _KEPT_BYTES = 1 << 26  # of correlations
 _SEEN = 100_000  # most supports that are remembered as fitted
@@ -278,7 +278,7 @@ class ConvexTree(ABC):
         """The two nodes that differ by the use of any feature of a group."""
         group = self._branched(relaxed, choices)
         children = []
-        for child in (choices.settled(_NOTHING, group), choices.with_group(group)):
+        for child in (choices.settled(NO_INDICES, group), choices.with_group(group)):
             if child is not None:
                 below = max(bound, relaxed.tangent.bound(child))
                 places = np.flatnonzero(relaxed.theta).astype(np.int64)

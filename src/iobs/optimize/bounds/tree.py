@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iobs.errors import NotPositiveDefiniteError
+from iobs.optimize.curvature import is_definite
 from iobs.optimize.objectives.design import Array, Booleans, Indices
 from iobs.optimize.objectives.linear import LeastSquares, LinearModel
 from iobs.optimize.problem import Problem
@@ -116,11 +117,7 @@ class QuadraticArrays:
     def root(self, active: Indices, inside: Booleans) -> tuple[Node, float] | None:
         """(node, rounding margin) with these coordinates active; None where H is not definite enough to invert."""
         block = self.hessian[np.ix_(active, active)]
-        try:
-            factor = np.linalg.cholesky(block)
-        except np.linalg.LinAlgError:
-            return None
-        if not (factor.diagonal() ** 2 > 1e-10 * block.diagonal()).all():
+        if not is_definite(block, 1e-10):
             return None
         inverse = np.linalg.inv(block)
         inverse = 0.5 * (inverse + inverse.T)

@@ -189,7 +189,9 @@ class SparseEstimator(ColumnSelector, PathSearch, BaseEstimator):  # type: ignor
         return np.asarray(X @ np.atleast_2d(self.coef_).T + self.intercept_)
 
     def __sklearn_tags__(self) -> Tags:
-        """scikit-learn's tags: sparse matrices are accepted."""
+        """scikit-learn's tags: sparse matrices are accepted, and y has several columns where a class takes them."""
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        if self._checks.get("multi_output"):
+            tags.target_tags.multi_output, tags.target_tags.single_output = True, False
         return tags

@@ -8,7 +8,6 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 from sklearn.base import RegressorMixin
-from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
@@ -17,8 +16,6 @@ from iobs.optimize.estimators.regression_path import RegressionPath
 from iobs.optimize.objectives.design import Array, MatrixLike, VectorLike, as_vector
 from iobs.optimize.objectives.tabled import MultiResponse, Tabled
 from iobs.optimize.refit.newton import Fit
-
-_LARGEST = 700.0  # the largest margin whose exponential is finite
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -107,9 +104,3 @@ class SparseMultiTaskRegressor(RegressorMixin, SparseEstimator):  # type: ignore
     def _held_out(self, data: Observations, fit: Fit, objective: Tabled) -> float:  # type: ignore[override]
         table, constants = objective.table(fit.theta)
         return float(data.weights @ ((data.y - data.X @ table.T - constants) ** 2).sum(axis=1))
-
-    def __sklearn_tags__(self) -> Tags:
-        """scikit-learn's tags: several responses."""
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output, tags.target_tags.single_output = True, False
-        return tags

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.utils import Tags
 
 from iobs.errors import ProblemError
 from iobs.optimize.estimators.base import SparseEstimator
@@ -168,9 +167,3 @@ class SparseCox(SparseEstimator):
 
     def _sample_count(self, data: Observations) -> float:
         return float((data.weights * data.y[:, 1]).sum())
-
-    def __sklearn_tags__(self) -> Tags:
-        """scikit-learn's tags: y has two columns."""
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output, tags.target_tags.single_output = True, False
-        return tags

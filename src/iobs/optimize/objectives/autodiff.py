@@ -10,7 +10,7 @@ import numpy as np
 from iobs.core.late import is_tensor, torch
 from iobs.errors import ProblemError, is_a
 from iobs.optimize.objectives.base import Objective
-from iobs.optimize.objectives.design import Array, Indices
+from iobs.optimize.objectives.design import Array, Indices, on_host
 
 
 class TorchObjective(Objective):
@@ -40,7 +40,7 @@ class TorchObjective(Objective):
         """f and its gradient by reverse differentiation."""
         point = self._tensor(theta).requires_grad_()
         value = self._evaluate(point)
-        return float(value.detach()), _numpy(_derivative(value, point))
+        return float(value.detach()), on_host(_derivative(value, point))
 
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v by reverse-over-reverse differentiation."""
@@ -117,8 +117,4 @@ def _second_derivative(gradient: torch.Tensor, point: torch.Tensor, vectors: tor
     # One product at a time: the batched form is no faster. Differentiate a scalar, not a vector with weights: torch's
     # check of such weights imports half of its compiler, which takes seconds the first time.
     products = [_derivative(gradient @ row, point, retain_graph=True) for row in vectors]
-    return _numpy(torch.stack(products)) if products else np.zeros((0, point.numel()))
-
-
-def _numpy(tensor: torch.Tensor) -> Array:
-    return np.asarray(tensor.detach().double().cpu().numpy())
+    return on_host(torch.stack(products)) if products else np.zeros((0, point.numel()))

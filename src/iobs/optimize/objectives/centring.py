@@ -6,6 +6,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from iobs.core.late import is_tensor, torch
+from iobs.core.slices import slices
 from iobs.errors import NonFiniteError
 from iobs.optimize.objectives.design import (
     BLOCK_ELEMENTS,
@@ -84,11 +85,10 @@ def _column_sums(design: Design, weights: Array) -> Array:
     if not isinstance(design, (DenseDesign, TorchDesign)) or _is_double(design):
         return design.rmatvec(weights)
     total = np.zeros(design.shape[1])
-    rows = max(1, BLOCK_ELEMENTS // max(1, design.shape[1]))
-    for start in range(0, design.shape[0], rows):
-        block = design.matrix[start : start + rows]
+    for part in slices(design.shape, BLOCK_ELEMENTS):
+        block = design.matrix[part]
         wide = TorchDesign(block.double()) if is_tensor(block) else DenseDesign(double(block))
-        total += wide.rmatvec(weights[start : start + rows])
+        total += wide.rmatvec(weights[part])
     return total
 
 

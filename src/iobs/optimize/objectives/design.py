@@ -17,6 +17,7 @@ import scipy.sparse as sp
 from threadpoolctl import ThreadpoolController
 
 from iobs.core.late import is_tensor, torch
+from iobs.core.slices import slices
 from iobs.errors import NonFiniteError, ProblemError
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -116,12 +117,12 @@ class DenseDesign(StoredDesign):
         if equal and self.known_squares is not None:
             return self.known_squares
         total = np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
-        if equal and self.shape[0] <= rows:
+        parts = slices(self.shape, BLOCK_ELEMENTS)
+        if equal and len(parts) <= 1:
             return double(np.einsum("ij,ij->j", self.matrix, self.matrix, dtype=np.float64))
-        for start in range(0, self.shape[0], rows):
-            block = self.matrix[start : start + rows]
-            total += np.einsum("i,ij,ij->j", weights[start : start + rows], block, block, dtype=np.float64)
+        for part in parts:
+            block = self.matrix[part]
+            total += np.einsum("i,ij,ij->j", weights[part], block, block, dtype=np.float64)
         return total
 
     def samples(self, rows: Indices) -> DenseDesign:
@@ -191,30 +192,29 @@ class TorchDesign(StoredDesign):
 
     def matvec(self, vector: Array) -> Array:
         """X v."""
-        return _host(self.matrix @ self._there(vector))
+        return on_host(self.matrix @ self._there(vector))
 
     def rmatvec(self, vector: Array) -> Array:
         """X^T r."""
-        return _host(self.matrix.T @ self._there(vector))
+        return on_host(self.matrix.T @ self._there(vector))
 
     def rmatmat(self, matrix: Array, rows: Indices | None = None) -> Array:
         """X^T A."""
         if rows is not None:
             return double(self.columns(rows).T @ matrix)
-        return _host(self.matrix.T @ self._there(matrix))
+        return on_host(self.matrix.T @ self._there(matrix))
 
     def columns(self, support: Indices) -> Array:
         """The columns in `support`."""
-        return _host(self.matrix[:, torch.from_numpy(support).to(self.matrix.device)])
+        return on_host(self.matrix[:, torch.from_numpy(support).to(self.matrix.device)])
 
     def squares(self, weights: Array) -> Array:
         """Weighted sums of squares of the columns."""
         total = np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
-        for start in range(0, self.shape[0], rows):
-            block = self.matrix[start : start + rows].double()
-            there = torch.from_numpy(weights[start : start + rows]).to(block.device)
-            total += _host((block * block).T @ there)
+        for part in slices(self.shape, BLOCK_ELEMENTS):
+            block = self.matrix[part].double()
+            there = torch.from_numpy(weights[part]).to(block.device)
+            total += on_host((block * block).T @ there)
         return total
 
     def samples(self, rows: Indices) -> TorchDesign:
@@ -224,14 +224,12 @@ class TorchDesign(StoredDesign):
     def moments(self, weights: Array, level: Array, mean: Array) -> tuple[Array, Array]:
         """See `SparseDesign.moments`."""
         first, second = np.zeros(self.shape[1]), np.zeros(self.shape[1])
-        rows = max(1, BLOCK_ELEMENTS // max(1, self.shape[1]))
         centre = torch.from_numpy(mean).to(self.matrix.device)
-        for start in range(0, self.shape[0], rows):
-            part = slice(start, start + rows)
+        for part in slices(self.shape, BLOCK_ELEMENTS):
             weight, height = (torch.from_numpy(values[part]).to(centre.device) for values in (weights, level))
             block = self.matrix[part].double() - height[:, None] * centre
-            first += _host(block.T @ (weight * height))
-            second += _host((block * block).T @ weight)
+            first += on_host(block.T @ (weight * height))
+            second += on_host((block * block).T @ weight)
         return first, second
 
 
@@ -369,7 +367,8 @@ def double(array: npt.ArrayLike) -> Array:
     return np.asarray(array, dtype=np.float64)
 
 
-def _host(tensor: torch.Tensor) -> Array:
+def on_host(tensor: torch.Tensor) -> Array:
+    """A tensor as float64 in main memory."""
     return np.asarray(tensor.detach().double().cpu().numpy())
 
 

@@ -103,16 +103,13 @@ class LinearModel(DesignObjective):
         margin = self.design.matvec(theta)
         return margin if self.offset is None else margin + self.offset
 
-    def _value(self, theta: Array, margin: Array) -> float:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return float(self.weights @ self.losses(margin)) + 0.5 * float(self.ridge @ theta**2)
-
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """f and its gradient."""
         margin = self.margin(theta)
         with np.errstate(over="ignore", invalid="ignore"):
             gradient = self.design.rmatvec(self.weights * self.slopes(margin)) + self.ridge * theta
-        return self._value(theta, margin), gradient
+            value = float(self.weights @ self.losses(margin)) + 0.5 * float(self.ridge @ theta**2)
+        return value, gradient
 
     def slope_norm(self, theta: Array) -> float:
         """The norm of w_i l'(m_i), (n,)."""

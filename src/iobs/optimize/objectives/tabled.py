@@ -51,10 +51,6 @@ class Tabled(DesignObjective):
         part.forced = np.flatnonzero(np.isin(support, self.forced)).astype(np.int64)
         return part
 
-    def split(self, theta: Array) -> tuple[Array, float]:
-        """theta and 0; use `table` for coefficients and constants."""
-        return theta, 0.0
-
 
 class MultiResponse(Tabled):
     """1/2 sum_i w_i norm(y_i - Theta^T x_i - b)^2 + 1/2 ridge norm(Theta)^2 for responses y_i in R^C.
@@ -201,17 +197,15 @@ class Multinomial(Tabled):
         """Class probabilities (n, C)."""
         return np.asarray(softmax(self.margins(theta), axis=1))
 
-    def _value(self, theta: Array, margins: Array) -> float:
-        losses = logsumexp(margins, axis=1) - margins[np.arange(self.labels.size), self.labels]
-        return float(self.weights @ losses) + 0.5 * float(self.ridge @ theta**2)
-
     def value_and_gradient(self, theta: Array) -> tuple[float, Array]:
         """f and its gradient."""
         margins = self.margins(theta)
+        losses = logsumexp(margins, axis=1) - margins[np.arange(self.labels.size), self.labels]
+        value = float(self.weights @ losses) + 0.5 * float(self.ridge @ theta**2)
         residual = softmax(margins, axis=1)
         residual[np.arange(self.labels.size), self.labels] -= 1
         gradient = self.design.rmatmat(self.weights[:, None] * residual).reshape(-1) + self.ridge * theta
-        return self._value(theta, margins), gradient
+        return value, gradient
 
     def hessian_product(self, theta: Array, vector: Array) -> Array:
         """H v."""

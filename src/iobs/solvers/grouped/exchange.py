@@ -7,7 +7,7 @@ W - R_j S_j^-1 U_j^T and A to A + U_j S_j^-1 U_j^T. The new W and A give the cos
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +16,17 @@ from iobs.core.linalg import cholesky
 from iobs.core.patterns import Pattern
 from iobs.core.quadratic import Quadratic, Solution
 from iobs.errors import NotPositiveDefiniteError
-from iobs.solvers.grouped.system import blocks, columns_of, definite_factor, groups_of, kept_groups, refitted, spread
-from iobs.solvers.protocols import require_whole
+from iobs.solvers.grouped.system import (
+    blocks,
+    columns_of,
+    definite_factor,
+    groups_of,
+    kept_groups,
+    refitted,
+    spread,
+    traces,
+)
+from iobs.solvers.protocols import require_whole, unless_worse
 
 _LEAST = 1e-10  # least gain of an exchange, relative to the energy that the kept groups capture
 _PAIRS = 1 << 22  # entries of the blocks of one batch of pairs
@@ -51,10 +60,7 @@ class Exchange:
         tableau = Tableau.of(problem, labels)
         kept, swaps, certified = exchanged(tableau, kept_groups(solution.mask, labels), self.passes)
         stats = {**solution.stats, "swaps": swaps, "certified": certified}
-        refined = refitted(problem, labels, kept, **stats)
-        if float(refined.loss.sum()) > float(solution.loss.sum()):  # rounding to the dtype can raise the loss
-            return replace(solution, stats=stats)
-        return refined
+        return unless_worse(refitted(problem, labels, kept, **stats), solution)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class ExchangeView:
         k, o, size = len(self.inside), len(self.outside), self.schur.shape[1]
         if size == 1:
             return self._single_gains()
-        inverse_schur = _inverses(self.schur)
+        inverse_schur = torch.cholesky_inverse(cholesky(self.schur))
         energy = _paired(self.residual, self.residual, o)
         admission = (inverse_schur * energy).sum((1, 2))
         table = torch.full((k, o), -torch.inf, dtype=torch.float64, device=self.schur.device)
@@ -152,7 +158,7 @@ class ExchangeView:
             us = u @ s[:, None]
             first = x @ us.transpose(2, 3)
             moved = gram - first - first.transpose(2, 3) + us @ energy[chosen, None] @ us.transpose(2, 3)
-            removal = _cost(inverse_blocks + us @ u.transpose(2, 3), moved)
+            removal = traces(inverse_blocks + us @ u.transpose(2, 3), moved)
             table[:, chosen] = (admission[chosen, None] - removal).T
             best = max(best, float(table[:, chosen].max()))
         return table
@@ -165,17 +171,6 @@ class ExchangeView:
         ratio = self.spread / schur
         moved = self.weight.square().sum(0)[:, None] - 2 * ratio * (self.weight.T @ residual) + ratio.square() * energy
         return energy / schur - moved / (self.inverse.diagonal()[:, None] + self.spread * ratio)
-
-
-def _inverses(matrices: Tensor) -> Tensor:
-    inverses: Tensor = torch.cholesky_inverse(cholesky(matrices))
-    return inverses
-
-
-def _cost(inverse: Tensor, energy: Tensor) -> Tensor:
-    """tr(P^-1 M) for batches of blocks."""
-    solved = torch.cholesky_solve(energy, cholesky(inverse))
-    return solved.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def exchanged(tableau: Tableau, kept: Tensor, passes: int | None) -> tuple[Tensor, int, bool]:

@@ -113,22 +113,22 @@ def blocks(matrix: Tensor, groups: int) -> Tensor:
 
 
 def traces(inverse: Tensor, energy: Tensor) -> Tensor:
-    """tr(P_g^-1 M_g) of every group, (groups,): twice the cost of removing it alone.
+    """tr(P_g^-1 M_g) of every group, (..., groups): twice the cost of removing it alone.
 
     Args:
-        inverse: diagonal blocks of P, (groups, size, size).
-        energy: diagonal blocks of M, (groups, size, size).
+        inverse: diagonal blocks of P, (..., groups, size, size).
+        energy: diagonal blocks of M, (..., groups, size, size).
 
     Raises:
         NotPositiveDefiniteError: a block of P is not positive definite.
     """
-    if inverse.shape[1] == 1:
-        variance = inverse.flatten()
+    if inverse.shape[-1] == 1:
+        variance = inverse[..., 0, 0]
         if bool((variance <= 0).any()):
             raise NotPositiveDefiniteError("Rounding made a variance negative: raise the damping.")
-        return energy.flatten() / variance
+        return energy[..., 0, 0] / variance
     solved = torch.cholesky_solve(energy, cholesky(inverse))
-    return solved.diagonal(dim1=1, dim2=2).sum(1)
+    return solved.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def refitted(problem: Quadratic, labels: Tensor, kept: Tensor, **stats: object) -> Solution:
