@@ -296,6 +296,40 @@ def test_tokens_of_all_calls_of_a_table_are_counted():
     assert prices[0] == prices[5] == prices.max()
 
 
+class FromMask(nn.Embedding):
+    """Positions from a mask, behind two rows, as in OPT."""
+
+    def forward(self, mask):
+        return 3 * super().forward(mask.cumsum(1) + 1)
+
+
+class Sliced(nn.Embedding):
+    """Positions by the shape of token ids that it does not look up, as in Whisper."""
+
+    def forward(self, ids):
+        return 3 * self.weight[2 : 2 + ids.shape[1]]
+
+
+@pytest.mark.parametrize("kind", [FromMask, Sliced])
+def test_tables_that_compute_their_rows_are_priced_by_the_rows_that_they_read(kind):
+    class Placed(Reader):
+        def __init__(self, places):
+            super().__init__(64, False)
+            self.places = places
+
+        def forward(self, input_ids):
+            read = self.places(torch.ones_like(input_ids) if kind is FromMask else input_ids)
+            return self.head(self.table(input_ids) + read)
+
+    torch.manual_seed(1)
+    model = Placed(kind(80, 48)).eval()
+    (layer,) = (each for each in embedding_layers(model, find_layers(model)) if each.path == "places")
+    found = row_fisher(model, [layer], [], Samples.of(rare_and_frequent(64)), seed=0, tables=[layer]).lookups[layer]
+    read = found.prices > found.prices.min()
+    assert read.nonzero().flatten().tolist() == list(range(2, 34))  # 32 positions, not as many token ids
+    assert bool(found.metric.any())
+
+
 def test_frequencies_leave_a_part_for_tokens_that_were_never_seen():
     found = frequencies_of(torch.tensor([10.0, 5, 2, 1, 1, 0, 0, 0], dtype=torch.float64))
     assert float(found.sum()) == pytest.approx(1.0)

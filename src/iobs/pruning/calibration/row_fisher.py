@@ -40,7 +40,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped, products
 from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
-from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument
+from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument, rows_read
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.runtime.ranks import ALONE, Ranks
 from iobs.pruning.samples import batches
@@ -317,7 +317,8 @@ class _Squares:
         """
 
         def count(batch: Batch, path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
-            self.lookups[self.embeddings[path]].count(first_argument(args, kwargs), attended(self.model, batch))
+            assert isinstance(module, nn.Embedding)
+            self.lookups[self.embeddings[path]].count(rows_read(module, args, kwargs), attended(self.model, batch))
 
         stream = Stream(self.model, data, chain)
         for index, batch in enumerate(data):
@@ -658,7 +659,9 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[_RecordedCall]) -> 
     """Append the calls of modules in forward passes, with outputs that ask for gradients."""
 
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-        return _kept(calls, path, first_argument(args, kwargs), output)
+        is_table = isinstance(module, nn.Embedding)
+        argument = rows_read(module, args, kwargs) if is_table else first_argument(args, kwargs)
+        return _kept(calls, path, argument, output)
 
     with after_calls(model, paths, record):
         yield
