@@ -382,6 +382,25 @@ def test_budget_of_a_small_network_of_many_tensors_is_the_size_of_the_file(tmp_p
     assert 0.97 * asked < file.stat().st_size < 1.005 * asked
 
 
+@pytest.mark.filterwarnings("ignore::iobs.errors.CoverageWarning")
+def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tmp_path):
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.unused = nn.Linear(96, 192), nn.Linear(96, 48)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, data = Partly(), [torch.randn(64, 96) for _ in range(4)]
+    iobs.prune(model, data, iobs.Budget(megabytes=0.018), "one-shot")
+    file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
+    assert 0.98 * 18_000 < file.stat().st_size < 1.005 * 18_000
+    with pytest.raises(PatternError, match="No calibration sample reaches unused, which stay dense and take"):
+        iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot")
+
+
 def test_budget_counts_what_rules_leave_and_what_the_file_holds():
     model, budget = Reader(2048, False), iobs.Budget(megabytes=0.2)
     usual = asked(model, budget)["head"].bits

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from iobs.core.integers import least_bits
 from iobs.core.late import library_class
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Budget, Pattern, Rate
-from iobs.errors import PatternError
+from iobs.errors import PatternError, listed
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.layers import Layer, same_tensors
@@ -71,7 +72,31 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
+    dense = [layer for layer in workspace.request.in_file if layer not in octaves]
+    if dense and octaves:
+        rate = _beside(rate, dense, octaves, workspace.store.model)
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
+
+
+def _beside(rate: Rate, dense: Sequence[Layer], coded: Iterable[Layer], model: nn.Module) -> Rate:
+    """What a rate of all layers leaves for the coded ones: those that no calibration sample reaches stay dense.
+
+    Raises:
+        PatternError: that is less than their steps and tables need; says what the dense layers take.
+    """
+    weights, least = 0, 0.0
+    for layer in coded:
+        weights, least = weights + layer.weights, least + layer.weights * (least_bits(layer.shape) + _FEWEST)
+    kept = sum(min(16.0 * layer.weights, _dense_bits(layer.read(model))) for layer in dense)
+    bits = rate.bits * (weights + sum(layer.weights for layer in dense)) - kept
+    if bits < least:
+        names = listed([layer.name for layer in dense])
+        raise PatternError(
+            f"No calibration sample reaches {names}, which stay dense and take {kept / 8e6:.4g} MB. The budget is "
+            f"{(least - bits) / 8e6:.4g} MB too small for them and for the steps and tables of the other matrices: "
+            "give more, or calibration data that reach them."
+        )
+    return replace(rate, bits=min(bits / weights, _MOST))
 
 
 def rate_of(
