@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import iobs
-from iobs.core.integers import least_bits
+from iobs.core.integers import Integers, least_bits
 from iobs.core.patterns import Rate, parse
 from iobs.errors import AuditError, LayerSelectionError, PatternError, ProblemError
 from iobs.models.packed_tensors import pack_tensor
@@ -14,7 +14,7 @@ from iobs.pruning.calibration.row_fisher import frequencies_of, row_fisher
 from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.network.layers import embedding_layers, find_layers
 from iobs.pruning.plan.counts import under_pattern
-from iobs.pruning.plan.rates import divided
+from iobs.pruning.plan.rates import divided, rate_of
 from iobs.pruning.recipe import Allocation, as_recipe
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
@@ -399,6 +399,27 @@ def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tm
     assert 0.98 * 18_000 < file.stat().st_size < 1.005 * 18_000
     with pytest.raises(PatternError, match="No calibration sample reaches unused, which stay dense and take"):
         iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot")
+
+
+def test_budget_counts_experts_as_transformers_writes_them(tmp_path):
+    """One by one, gates and ups apart: steps, tables and the header take more than for one tensor."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model, budget = MixtralForCausalLM(MixtralConfig(**sizes, **heads)), iobs.Budget(megabytes=0.04)
+    rate, selection = rate_of(budget, model, selected_for(Store(model), budget, None, None, False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (parameter.ndim > 1 and len(parameter) != 4) or parameter.ndim == 3:  # all but the router
+                parameter.copy_(
+                    torch.randint(-6, 7, parameter.shape) * 2.0 ** torch.randint(-9, -6, parameter.shape[-1:])
+                )
+        coded = sum(Integers.of(layer.read(model)).bits() for layer in selection.layers)
+    rest = 320_000 - rate.bits * sum(layer.weights for layer in selection.layers)
+    packed = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
+    assert (packed / "model.safetensors").stat().st_size == pytest.approx((coded + rest) / 8, rel=0.04)
 
 
 def test_budget_counts_what_rules_leave_and_what_the_file_holds():
