@@ -11,6 +11,7 @@ from iobs.core.patterns import Rate, parse
 from iobs.errors import AuditError, LayerSelectionError, PatternError, ProblemError
 from iobs.models.packed_tensors import pack_tensor
 from iobs.pruning.calibration.row_fisher import frequencies_of, row_fisher
+from iobs.pruning.cost.prices import measure
 from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.network.layers import embedding_layers, find_layers
 from iobs.pruning.plan.counts import under_pattern
@@ -18,6 +19,7 @@ from iobs.pruning.plan.rates import divided, rate_of
 from iobs.pruning.recipe import Allocation, as_recipe
 from iobs.pruning.samples.subsets import Samples
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 BITS = 4.0
 
@@ -282,6 +284,15 @@ def test_a_head_that_a_function_computes_is_priced_as_a_module_with_the_same_tab
     module, functional = found
     assert torch.allclose(functional.metric, module.metric)
     assert torch.allclose(functional.prices, module.prices)
+
+
+def test_forecasts_of_runs_with_tables_ask_only_products_for_gradients():
+    model = Reader(64, False).eval()
+    tables = embedding_layers(model, find_layers(model))
+    layers = dict.fromkeys([*find_layers(model), *tables], Rate(BITS))
+    request = Request(as_recipe("one-shot"), layers, Rate(BITS), 0.0, 0, None)
+    work, _ = measure(Store(model), request, [], Samples.of(rare_and_frequent(64)), 0.0)
+    assert work.priced
 
 
 def test_tokens_of_all_calls_of_a_table_are_counted():
