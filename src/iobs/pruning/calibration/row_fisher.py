@@ -659,8 +659,8 @@ def _recorded(model: nn.Module, paths: set[str], calls: list[_RecordedCall]) -> 
     """Append the calls of modules in forward passes, with outputs that ask for gradients."""
 
     def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-        is_table = isinstance(module, nn.Embedding)
-        argument = rows_read(module, args, kwargs) if is_table else first_argument(args, kwargs)
+        table = module if isinstance(module, nn.Embedding) else None
+        argument = first_argument(args, kwargs) if table is None else rows_read(table, args, kwargs)
         return _kept(calls, path, argument, output)
 
     with after_calls(model, paths, record):
