@@ -195,7 +195,7 @@ def test_a_model_of_16_bits_that_is_computed_in_32_keeps_its_integers(tmp_path):
 
 def test_layers_that_no_rate_fits_are_refused_before_any_work():
     narrow = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 1))
-    with pytest.raises(PatternError, match="leave it dense by iobs"):
+    with pytest.raises(PatternError, match='leave it dense by ignore="2", on the command line --ignore 2'):
         iobs.prune(narrow, batches(), iobs.Rate(BITS), "one-shot")
     with pytest.raises(PatternError, match="or give more"):
         iobs.prune(network(), batches(), iobs.Rate(0.5), "one-shot", allocation="uniform")

@@ -254,7 +254,8 @@ def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) ->
             shape = f"{layer.shape[0]} x {layer.shape[1]}"
             raise PatternError(
                 f"The steps and tables of {layer.name!r} ({shape}) alone need {least:.2f} bits a weight: leave it "
-                f'dense by iobs.Rule("{layer.name}", dense=True)' + (", or give more." if least <= _MOST else ".")
+                f'dense by ignore="{layer.name}", on the command line --ignore {layer.name}'
+                + (", or give more." if least <= _MOST else ".")
             )
 
 
