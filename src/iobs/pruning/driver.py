@@ -267,8 +267,9 @@ def requested(
         PatternError, LayerSelectionError, ProblemError: as `prune`.
     """
     require_numbers(holdout, seed)
-    if isinstance(pattern, Budget):
-        pattern, selection = rate_of(pattern, model, selection, recipe.rules)
+    budget = pattern if isinstance(pattern, Budget) else None
+    if budget is not None:
+        pattern, selection = rate_of(budget, model, selection, recipe.rules)
     selection, patterns = patterns_of(selection, pattern, recipe.rules)
     if recipe.network_solver is not None:
         require_global(pattern)
@@ -276,8 +277,9 @@ def requested(
     require_solvable(recipe.for_layers(patterns), patterns)
     allocation = under_pattern(recipe.division, pattern)
     require_rates(patterns, None if recipe.division.criterion == "uniform" else pattern)
-    require_room(allocation, pattern, [layer for layer, of_layer in patterns.items() if of_layer is pattern])
-    return selection, Request(recipe, patterns, pattern, holdout, seed, checkpoint)
+    request = Request(recipe, patterns, pattern, holdout, seed, checkpoint)
+    require_room(allocation, pattern, list(request.sharing))
+    return selection, request if budget is None else replace(request, in_file=request.sharing)
 
 
 def require_numbers(holdout: object, seed: object) -> None:

@@ -63,6 +63,8 @@ class Request:
         require_counts: raises if the model's class cannot have some numbers of units, by name of the site.
         added: paths of the readers that have a bias for the run only, of zeros before the first projection.
         within: seconds that the run may take, or None.
+        in_file: the layers that share the rate of a budget of bytes, those that turn out to receive no input too; empty
+            without a budget.
     """
 
     recipe: Recipe
@@ -77,6 +79,7 @@ class Request:
     require_counts: Callable[[Mapping[str, int]], None] | None = None
     added: tuple[str, ...] = ()
     within: float | None = None
+    in_file: tuple[Layer, ...] = ()
 
     @property
     def sharing(self) -> tuple[Layer, ...]:

@@ -6,18 +6,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 import iobs
-from iobs.core.integers import least_bits
+from iobs.core.integers import Integers, least_bits
 from iobs.core.patterns import Rate, parse
 from iobs.errors import AuditError, LayerSelectionError, PatternError, ProblemError
 from iobs.models.packed_tensors import pack_tensor
 from iobs.pruning.calibration.row_fisher import frequencies_of, row_fisher
+from iobs.pruning.cost.prices import measure
 from iobs.pruning.driver import requested, selected_for
 from iobs.pruning.network.layers import embedding_layers, find_layers
 from iobs.pruning.plan.counts import under_pattern
-from iobs.pruning.plan.rates import divided
+from iobs.pruning.plan.rates import divided, rate_of
 from iobs.pruning.recipe import Allocation, as_recipe
 from iobs.pruning.samples.batches import Samples
 from iobs.pruning.store import Store
+from iobs.pruning.workspace import Request
 
 BITS = 4.0
 
@@ -193,7 +195,7 @@ def test_a_model_of_16_bits_that_is_computed_in_32_keeps_its_integers(tmp_path):
 
 def test_layers_that_no_rate_fits_are_refused_before_any_work():
     narrow = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 1))
-    with pytest.raises(PatternError, match="leave it dense by iobs"):
+    with pytest.raises(PatternError, match='leave it dense by ignore="2", on the command line --ignore 2'):
         iobs.prune(narrow, batches(), iobs.Rate(BITS), "one-shot")
     with pytest.raises(PatternError, match="or give more"):
         iobs.prune(network(), batches(), iobs.Rate(0.5), "one-shot", allocation="uniform")
@@ -284,6 +286,15 @@ def test_a_head_that_a_function_computes_is_priced_as_a_module_with_the_same_tab
     assert torch.allclose(functional.prices, module.prices)
 
 
+def test_forecasts_of_runs_with_tables_ask_only_products_for_gradients():
+    model = Reader(64, False).eval()
+    tables = embedding_layers(model, find_layers(model))
+    layers = dict.fromkeys([*find_layers(model), *tables], Rate(BITS))
+    request = Request(as_recipe("one-shot"), layers, Rate(BITS), 0.0, 0, None)
+    work, _ = measure(Store(model), request, [], Samples.of(rare_and_frequent(64)), 0.0)
+    assert work.priced
+
+
 def test_tokens_of_all_calls_of_a_table_are_counted():
     class Twice(Reader):
         def forward(self, input_ids, others):
@@ -294,6 +305,40 @@ def test_tokens_of_all_calls_of_a_table_are_counted():
     data = [{"input_ids": zeros, "others": zeros + 5}]
     prices = row_fisher(model, [layer], [], Samples.of(data), seed=0, tables=[layer]).lookups[layer].prices
     assert prices[0] == prices[5] == prices.max()
+
+
+class FromMask(nn.Embedding):
+    """Positions from a mask, behind two rows, as in OPT."""
+
+    def forward(self, mask):
+        return 3 * super().forward(mask.cumsum(1) + 1)
+
+
+class Sliced(nn.Embedding):
+    """Positions by the shape of token ids that it does not look up, as in Whisper."""
+
+    def forward(self, ids):
+        return 3 * self.weight[2 : 2 + ids.shape[1]]
+
+
+@pytest.mark.parametrize("kind", [FromMask, Sliced])
+def test_tables_that_compute_their_rows_are_priced_by_the_rows_that_they_read(kind):
+    class Placed(Reader):
+        def __init__(self, places):
+            super().__init__(64, False)
+            self.places = places
+
+        def forward(self, input_ids):
+            read = self.places(torch.ones_like(input_ids) if kind is FromMask else input_ids)
+            return self.head(self.table(input_ids) + read)
+
+    torch.manual_seed(1)
+    model = Placed(kind(80, 48)).eval()
+    (layer,) = (each for each in embedding_layers(model, find_layers(model)) if each.path == "places")
+    found = row_fisher(model, [layer], [], Samples.of(rare_and_frequent(64)), seed=0, tables=[layer]).lookups[layer]
+    read = found.prices > found.prices.min()
+    assert read.nonzero().flatten().tolist() == list(range(2, 34))  # 32 positions, not as many token ids
+    assert bool(found.metric.any())
 
 
 def test_frequencies_leave_a_part_for_tokens_that_were_never_seen():
@@ -346,6 +391,46 @@ def test_budget_of_a_small_network_of_many_tensors_is_the_size_of_the_file(tmp_p
     file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
     asked = 3 / 8 * sum(one.numel() for one in model.parameters())
     assert 0.97 * asked < file.stat().st_size < 1.005 * asked
+
+
+@pytest.mark.filterwarnings("ignore::iobs.errors.CoverageWarning")
+def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tmp_path):
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.used, self.unused = nn.Linear(96, 192), nn.Linear(96, 48)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, data = Partly(), [torch.randn(64, 96) for _ in range(4)]
+    iobs.prune(model, data, iobs.Budget(megabytes=0.018), "one-shot")
+    file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
+    assert 0.98 * 18_000 < file.stat().st_size < 1.005 * 18_000
+    with pytest.raises(PatternError, match="No calibration sample reaches unused, which stay dense and take"):
+        iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot")
+
+
+def test_budget_counts_experts_as_transformers_writes_them(tmp_path):
+    """One by one, gates and ups apart: steps, tables and the header take more than for one tensor."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model, budget = MixtralForCausalLM(MixtralConfig(**sizes, **heads)), iobs.Budget(megabytes=0.04)
+    rate, selection = rate_of(budget, model, selected_for(Store(model), budget, None, None, False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (parameter.ndim > 1 and len(parameter) != 4) or parameter.ndim == 3:  # all but the router
+                parameter.copy_(
+                    torch.randint(-6, 7, parameter.shape) * 2.0 ** torch.randint(-9, -6, parameter.shape[-1:])
+                )
+        coded = sum(Integers.of(layer.read(model)).bits() for layer in selection.layers)
+    rest = 320_000 - rate.bits * sum(layer.weights for layer in selection.layers)
+    packed = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
+    assert (packed / "model.safetensors").stat().st_size == pytest.approx((coded + rest) / 8, rel=0.04)
 
 
 def test_budget_counts_what_rules_leave_and_what_the_file_holds():

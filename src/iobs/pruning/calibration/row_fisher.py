@@ -40,7 +40,7 @@ from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import Gram
 from iobs.pruning.calibration.products import is_mapped, products
 from iobs.pruning.calibration.replay import BEFORE, Residency, Stream
-from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument
+from iobs.pruning.network.calls import Args, Function, Interceptor, Kwargs, after_calls, first_argument, rows_read
 from iobs.pruning.network.layers import CONVOLUTIONS, Layer, embeddings_of
 from iobs.pruning.network.modes import requiring_gradients
 from iobs.pruning.runtime.ranks import ALONE, Ranks
@@ -317,7 +317,8 @@ class _Squares:
         """
 
         def count(batch: Batch, path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
-            self.lookups[self.embeddings[path]].count(first_argument(args, kwargs), attended(self.model, batch))
+            assert isinstance(module, nn.Embedding)
+            self.lookups[self.embeddings[path]].count(rows_read(module, args, kwargs), attended(self.model, batch))
 
         stream = Stream(self.model, data, chain)
         for index, batch in enumerate(data):
@@ -345,7 +346,9 @@ class _Squares:
         stored = {layer.key: layer.stored(self.model) for layer in by_weight}
 
         def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-            return _kept(calls, path, first_argument(args, kwargs), output)
+            table = module if isinstance(module, nn.Embedding) else None
+            argument = first_argument(args, kwargs) if table is None else rows_read(table, args, kwargs)
+            return _kept(calls, path, argument, output)
 
         with requiring_gradients(stored.values()), torch.enable_grad():
             tables = {path: layer.stored(self.model) for path, layer in looked_up.items() if layer.path == path}

@@ -30,7 +30,7 @@ from iobs.pruning.cost.affordable import ObservedInput, observing_inputs
 from iobs.pruning.cost.work import LayerInput, Prices, Solves, Work, stated_sizes
 from iobs.pruning.descent.batches import in_steps
 from iobs.pruning.layerwise.problem import Task, solve_layer, solver_of_groups
-from iobs.pruning.network.layers import Layer
+from iobs.pruning.network.layers import Layer, embeddings_of
 from iobs.pruning.plan.counts import divides
 from iobs.pruning.plan.curves import recipe_of_curves
 from iobs.pruning.recipe import BlockFit, GlobalMagnitude, LayerSettings, NetworkSolver, Recipe
@@ -107,8 +107,10 @@ def measure(
 def _has_gradient(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> bool:
     """True if the outputs of a model in memory have gradients, which one sample shows."""
     sample = Samples.of([batches.first_sample(batch)])
+    tables = embeddings_of(store.model, layers)
+    products = [layer for layer in layers if layer.path not in tables]  # outputs of a table are no products with it
     try:
-        row_fisher(store.model, layers, chain, sample, seed=0, residency=store)
+        row_fisher(store.model, products, chain, sample, seed=0, residency=store)
     except ProblemError:
         return False
     return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Argument: TypeAlias = Any  # an argument or the result of a function of torch
@@ -24,6 +26,28 @@ _FACTORS = ("input", "weight", "other", "mat2", "vec")  # torch's names, in the 
 def first_argument(args: Args, kwargs: Kwargs) -> Any:
     """The first argument of a call, by place or by name."""
     return args[0] if args else next(iter(kwargs.values()))
+
+
+@torch.no_grad()
+def rows_read(embedding: nn.Embedding, args: Args, kwargs: Kwargs) -> Tensor:
+    """The rows of its table that a call of an embedding gives.
+
+    A subclass may compute them from its arguments, as tables of positions do from a mask or from the shape of token
+    ids. It then computes once more with a table of the numbers of the rows. The ones beside them tell by what a
+    subclass multiplies its rows.
+    """
+    argument = first_argument(args, kwargs)
+    if type(embedding).forward is nn.Embedding.forward:
+        return argument  # type: ignore[no-any-return]
+    count = len(embedding.weight)
+    numbers = torch.stack([torch.arange(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)], 1)
+    numbered = copy.copy(embedding)
+    numbered._parameters = {**embedding._parameters, "weight": nn.Parameter(numbers.to(argument.device))}
+    try:
+        multiplied, by = type(embedding).forward(numbered, *args, **kwargs).unbind(-1)
+    except (RuntimeError, ValueError):  # it needs all columns
+        return argument  # type: ignore[no-any-return]
+    return (multiplied / by).round().long()
 
 
 class Interceptor(TorchFunctionMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,10 @@ from iobs.core import exponents
 from iobs.core.files import ENTRY_BYTES, JOINED_BYTES, compressed_text
 from iobs.core.grids import stored_bits
 from iobs.core.integers import least_bits
-from iobs.core.late import library_class
+from iobs.core.late import library_class, library_object
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Budget, Pattern, Rate
-from iobs.errors import PatternError
+from iobs.errors import PatternError, listed
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.layers import Layer, same_tensors
@@ -39,6 +40,7 @@ _MOST_SIDE = 6.0  # bits a weight that steps and tables of a matrix may take und
 _FRAME = 110  # bytes of the header of a file beside its tensors
 _SUM_LETTERS = 5  # of the check sum of a tensor in the header
 _HEAD = 15  # bytes of the head and the sum of a packed tensor, without its shape
+_KNOWN_BITS = 6  # of a step that a power of two, as steps are in 16 bits, does without
 _VALUES_HEAD = 9  # bytes of the head of its values
 
 
@@ -71,7 +73,31 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
+    dense = [layer for layer in workspace.request.in_file if layer not in octaves]
+    if dense and octaves:
+        rate = _beside(rate, dense, octaves, workspace.store.model)
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
+
+
+def _beside(rate: Rate, dense: Sequence[Layer], coded: Iterable[Layer], model: nn.Module) -> Rate:
+    """The rate that is left for coded layers beside those that no calibration sample reaches, which stay dense.
+
+    Raises:
+        PatternError: that is less than their steps and tables need; says what the dense layers take.
+    """
+    weights, least = 0, 0.0
+    for layer in coded:
+        weights, least = weights + layer.weights, least + layer.weights * (least_bits(layer.shape) + _FEWEST)
+    kept = sum(min(16.0 * layer.weights, _dense_bits(layer.read(model))) for layer in dense)
+    bits = rate.bits * (weights + sum(layer.weights for layer in dense)) - kept
+    if bits < least:
+        names = listed([layer.name for layer in dense])
+        raise PatternError(
+            f"No calibration sample reaches {names}, which stay dense and take {kept / 8e6:.4g} MB. The budget is "
+            f"{(least - bits) / 8e6:.4g} MB too small for them and for the steps and tables of the other matrices: "
+            "give more, or calibration data that reach them."
+        )
+    return replace(rate, bits=min(bits / weights, _MOST))
 
 
 def rate_of(
@@ -108,7 +134,7 @@ def rate_of(
     codes = {id(layer.stored(model)) for layer in (*coded, *ruled)}
     bits = budget.bits(sum(tensor.numel() for tensor in model.parameters()))
     rest = 8.0 * _FRAME - 16 * weights  # which are among the tensors of codes
-    joins = not isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel"))
+    joins = not _is_pretrained(model)
     joined: list[tuple[str, str, list[int]]] = []
     place = 0  # of the next tensor that is stored as it is: they come first in a file
     for names in same_tensors(state):
@@ -128,6 +154,7 @@ def rate_of(
     if joined:
         rest += 8 * (_header_bytes("iobs:joined", "U8", [place], place) + _SUM_LETTERS + len(compressed_text(joined)))
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in ruled.items())
+    rest += _bits_of_splitting(model, state, coded, math.ceil(bits / 8))
     least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
     if bits < least:
         raise PatternError(
@@ -138,6 +165,45 @@ def rate_of(
     skipped = {**selection.skipped, **{layer.name: reason for layer in small}}
     kept_layers = tuple(layer for layer in selection.layers if layer not in small)
     return Rate(min((bits - rest) / weights, _MOST)), Selection(kept_layers, skipped)
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    return isinstance(model, library_class("transformers.modeling_utils", "PreTrainedModel"))
+
+
+def _bits_of_splitting(model: nn.Module, state: Mapping[str, Tensor], coded: Iterable[Layer], size: int) -> float:
+    """Bits that a file takes because transformers writes in several tensors what a model holds in one.
+
+    Experts in one tensor are written one by one, and their gate and up projections apart: each has a place in the
+    header, and steps and tables of its own.
+
+    Args:
+        model: any module.
+        state: its tensors, by name.
+        coded: matrices of integers.
+        size: of the file in bytes.
+    """
+    if not _is_pretrained(model):
+        return 0.0
+    held = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    written = library_object("transformers.core_model_loading", "revert_weight_conversion")(model, held)
+    kept = {id(tensor) for tensor in held.values()} & {id(tensor) for tensor in written.values()}
+
+    def others(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if id(tensor) not in kept}
+
+    def heads(tensors: Mapping[str, Tensor]) -> float:
+        return sum(8 * (_HEAD + 4 * t.ndim + _header_bytes(name, "U8", [size], size)) for name, t in tensors.items())
+
+    merged, parts = others(held), others(written)
+    whole = [layer.shape for layer in coded if layer.key in merged]
+    shapes = [(len(part), part.shape[1]) for part in parts.values() if part.ndim == 2]
+    known = _KNOWN_BITS if any(tensor.element_size() == 2 for tensor in merged.values()) else 0
+
+    def sides(shape: tuple[int, int]) -> float:
+        return least_bits(shape) * math.prod(shape) - known * shape[1]
+
+    return heads(parts) - heads(merged) + (sum(map(sides, shapes)) - sum(map(sides, whole)) if whole else 0.0)
 
 
 def _bits_of(pattern: Pattern, layer: Layer) -> float:
@@ -188,7 +254,8 @@ def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) ->
             shape = f"{layer.shape[0]} x {layer.shape[1]}"
             raise PatternError(
                 f"The steps and tables of {layer.name!r} ({shape}) alone need {least:.2f} bits a weight: leave it "
-                f'dense by iobs.Rule("{layer.name}", dense=True)' + (", or give more." if least <= _MOST else ".")
+                f'dense by ignore="{layer.name}", on the command line --ignore {layer.name}'
+                + (", or give more." if least <= _MOST else ".")
             )
 
 
