@@ -125,8 +125,10 @@ def pruned(model: nn.Module, batches: list[Batch], method: str, pattern: str) ->
         recipe = METHODS[method]
         recipe = recipe(model, batches, pattern) if callable(recipe) else recipe
         report = iobs.prune(model, batches, pattern, recipe, within=WITHIN.get(method))
+        with modes.full_precision():
+            products = "oneDNN" if torch.get_float32_matmul_precision() == "medium" else "MKL"
     zeros = sum(one.zeros for one in report.audit) / sum(one.weights for one in report.audit)
-    return {"zeros": zeros, **work.fields()}
+    return {"zeros": zeros, "products": products, **work.fields()}
 
 
 @contextmanager
@@ -159,14 +161,14 @@ def tables(rows: list[Row]) -> str:
         "where nothing else is said. Perplexity on WikiText-2 and on other documents of C4; processor seconds of "
         "`iobs.prune` on one thread, and their ratio to SparseGPT's where one machine measured both. Peers give every "
         "layer the same share unless divided, or by OWL, which gives it to blocks by their outliers. Other ones were "
-        "not run. Products of float32 are computed by oneDNN for all alike, in half of the time that MKL takes on this "
-        "processor; two rows say what a run takes with MKL, which torch calls by itself.",
+        "not run. Products of float32 are computed by oneDNN, in half of the time that MKL takes on this processor. "
+        "torch calls MKL by itself, and so did the rows with that word; ratios are those of rows with the same products.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]
     for pattern in dict.fromkeys(row["pattern"] for row in rows if row["method"] != DENSE):
         chosen = {row["method"]: row for row in rows if row["pattern"] == pattern and row["method"] != DENSE}
-        plain = chosen.get("SparseGPT")
+        plain = [row for method, row in chosen.items() if method in ("SparseGPT", "SparseGPT, products by MKL")]
         lines += [
             f"## {shown_pattern(pattern)}",
             "",
@@ -177,10 +179,11 @@ def tables(rows: list[Row]) -> str:
         for method in METHODS:
             if method in chosen:
                 row = chosen[method]
-                same = plain is not None and row["machine"] == plain["machine"]
-                ratio = f"{row['processor_seconds'] / plain['processor_seconds']:.1f}" if same else ""
+                same = [one for one in plain if all(one[key] == row[key] for key in ("machine", "products"))]
+                ratio = f"{row['processor_seconds'] / same[0]['processor_seconds']:.1f}" if same else ""
                 scores = f"{row['WikiText-2']:.1f} | {row['C4']:.1f}"
-                lines.append(f"| {method} | {scores} | {row['processor_seconds']:.0f} | {ratio} |")
+                by = "" if row["products"] == "oneDNN" else ", MKL"
+                lines.append(f"| {method} | {scores} | {row['processor_seconds']:.0f}{by} | {ratio} |")
         lines.append("")
     return "\n".join(lines)
 
