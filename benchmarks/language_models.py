@@ -162,7 +162,7 @@ def tables(rows: list[Row]) -> str:
         "`iobs.prune` on one thread, and their ratio to SparseGPT's where one machine measured both. Peers give every "
         "layer the same share unless divided, or by OWL, which gives it to blocks by their outliers. Other ones were "
         "not run. Products of float32 are computed by oneDNN, in half of the time that MKL takes on this processor. "
-        "torch calls MKL by itself, and so did the rows with that word; ratios are those of rows with the same products.",
+        "torch calls MKL by itself, as did the rows with that word; ratios are those of rows with the same products.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]
