@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import iobs
 from iobs.cli import app, running
 from iobs.cli.by_blocks import StreamPlace, run_where_it_fits
+from iobs.core.modes import full_precision
 from iobs.errors import ModelError, OutputError, ProblemError
 from iobs.pruning import blockwise
 from iobs.pruning.blockwise import offloaded as offloaded_store
@@ -138,7 +139,7 @@ def test_only_the_blocks_of_a_window_are_on_the_gpu(gpu, window, most):
     config = families.hf.LlamaConfig(**{**families.DECODER, "num_hidden_layers": 4})
     model = families.hf.AutoModelForCausalLM.from_config(config).eval()
     watch, data = Watching(), families.language_batches(count=2)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision():  # the products of a run
         dense = model(**families.language_batches(count=1)[0]).logits
     fit = None if window is None else BlockFit(steps=1, lr=1e-3, window=window)
     recipe = iobs.Recipe(solver="magnitude", target="residual", blocks=fit)
