@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import typer
@@ -16,6 +16,7 @@ from torch import nn
 
 from iobs.cli import console
 from iobs.cli.loading import batches_of_run, checked_device, checked_dtype, local_directory
+from iobs.cli.output_place import OutputPlace
 from iobs.cli.run_file import RunSettings
 from iobs.cli.running import prune_with_progress, write_card
 from iobs.core.files import weight_files
@@ -40,9 +41,6 @@ from iobs.pruning.runtime.ranks import current
 from iobs.pruning.store import Store
 from iobs.pruning.workspace import Request
 from iobs.report import summary_lines, write_report
-
-if TYPE_CHECKING:
-    from iobs.cli.prune import OutputPlace
 
 Result = TypeVar("Result")
 

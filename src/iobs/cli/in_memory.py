@@ -6,7 +6,6 @@ import shlex
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import typer
@@ -14,6 +13,7 @@ import typer
 from iobs.cli import console, options
 from iobs.cli.by_blocks import StreamPlace, plan_of, run_where_it_fits, show_peak, show_plan, show_time, store_of
 from iobs.cli.loading import batches_of_run, checked_device, load_model
+from iobs.cli.output_place import OutputPlace
 from iobs.cli.run_file import RunSettings
 from iobs.cli.running import open_evaluation, prune_with_progress, score, write_results
 from iobs.core.formats import duration
@@ -44,9 +44,6 @@ from iobs.pruning.structured_report import PlannedCost, StructuredReport, Struct
 from iobs.pruning.workspace import Request
 from iobs.report import layers_table, rounds_table, scores_table, summary_lines, widths_table
 from iobs.report.tables import titled_table
-
-if TYPE_CHECKING:
-    from iobs.cli.prune import OutputPlace
 
 
 def prune_in_memory(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from iobs.cli import console, options
+from iobs.cli import options
 from iobs.core.formats import as_seconds
-from iobs.core.outputs import beside, check_output, holds, names_to_replace
-from iobs.core.specs import is_function_spec
 
 if TYPE_CHECKING:
     from iobs.cli.run_file import RunSettings
@@ -148,50 +144,6 @@ class CalibrationOptions(options.DataOptions):
     eval_data: options.EvaluationData = None
 
 
-@dataclass(frozen=True)
-class OutputPlace:
-    """Output directory and checkpoint of a run, checked before anything is loaded.
-
-    Attributes:
-        output: the output directory; None if nothing is written.
-        replaceable: names in it that are replaced at the end.
-        checkpoint: directory of intermediate results; None without --resume.
-    """
-
-    output: Path | None
-    replaceable: tuple[str, ...] = ()
-    checkpoint: Path | None = None
-
-    @classmethod
-    def of(cls, model: str | None, output: Path | None, overwrite: bool, resume: bool) -> Self:
-        """The place that the options name, checked before any work.
-
-        Raises:
-            typer.BadParameter: the output is the model itself.
-            OutputError: the output exists and may not be replaced, or cannot be written.
-        """
-        if output is None:
-            return cls(None)
-        replaceable = names_to_replace(output, ("recipe.yaml",), overwrite)
-        if replaceable and model is not None:
-            source = Path(model.rpartition(":")[0] if is_function_spec(model) else model)
-            if holds(output, source):  # everything in the directory is replaced
-                raise typer.BadParameter(
-                    "this is MODEL itself or holds it, and MODEL would be removed; give another directory",
-                    param_hint="--output / -o",
-                )
-        check_output(output, replaceable=replaceable)
-        checkpoint = beside(output, "checkpoint")
-        if checkpoint.is_dir() and not resume:
-            console.say(f"{checkpoint} holds a stopped run; with --resume this command continues it.")
-        return cls(output, replaceable, checkpoint if resume else None)
-
-    def finish(self) -> None:
-        """Remove the intermediate results of a finished run."""
-        if self.checkpoint is not None:
-            shutil.rmtree(self.checkpoint)
-
-
 @options.command
 def prune(
     model: options.Model = None,
@@ -225,6 +177,8 @@ def prune(
         iobs prune MODEL -o OUT --pattern 2:4 --ignore '*.down_proj' --resume  # with a checkpoint
         iobs prune MODEL -o OUT2 --recipe OUT/recipe.yaml  # the same run again
     """
+    from iobs.cli.output_place import OutputPlace
+
     if output is None and not dry_run:
         raise typer.BadParameter("say where the pruned model goes", param_hint="--output / -o")
     place = OutputPlace.of(model, output, overwrite, resume)
