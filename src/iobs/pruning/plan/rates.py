@@ -8,7 +8,7 @@ the spreads of its columns in its own metric.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -79,15 +79,14 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
     return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
 
 
-def _beside(rate: Rate, dense: Sequence[Layer], coded: Iterable[Layer], model: nn.Module) -> Rate:
+def _beside(rate: Rate, dense: Sequence[Layer], coded: Collection[Layer], model: nn.Module) -> Rate:
     """The rate that is left for coded layers beside those that no calibration sample reaches, which stay dense.
 
     Raises:
         PatternError: that is less than their steps and tables need; says what the dense layers take.
     """
-    weights, least = 0, 0.0
-    for layer in coded:
-        weights, least = weights + layer.weights, least + layer.weights * (least_bits(layer.shape) + _FEWEST)
+    weights = sum(layer.weights for layer in coded)
+    least = sum(layer.weights * _least_bits(layer.shape) for layer in coded)
     kept = sum(min(16.0 * layer.weights, _dense_bits(layer.read(model))) for layer in dense)
     bits = rate.bits * (weights + sum(layer.weights for layer in dense)) - kept
     if bits < least:
@@ -155,7 +154,7 @@ def rate_of(
         rest += 8 * (_header_bytes("iobs:joined", "U8", [place], place) + _SUM_LETTERS + len(compressed_text(joined)))
     rest += sum(_bits_of(pattern, layer) - 16 * layer.weights for layer, pattern in ruled.items())
     rest += _bits_of_splitting(model, state, coded, math.ceil(bits / 8))
-    least = rest + sum(layer.weights * (least_bits(layer.shape) + _FEWEST) for layer in coded)
+    least = rest + sum(layer.weights * _least_bits(layer.shape) for layer in coded)
     if bits < least:
         raise PatternError(
             f"{budget} is {bits / 8e6:.4g} MB. The least for this network is {least / 8e6:.4g} MB: {rest / 8e6:.4g} MB "
@@ -231,6 +230,11 @@ def _bits_per_entry(tensor: Tensor) -> int:
     return 8 * min(tensor.element_size(), 2 if tensor.is_floating_point() else 16)
 
 
+def _least_bits(shape: tuple[int, int]) -> float:
+    """The least bits a weight of a coded matrix: its steps and tables, and a few for its integers."""
+    return least_bits(shape) + _FEWEST
+
+
 def _dense_bits(tensor: Tensor) -> float:
     """Bits of a tensor that keeps its numbers, by a code of their exponents; infinite where they are not here."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
@@ -249,7 +253,7 @@ def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) ->
         PatternError: the steps and tables of a layer alone need more.
     """
     for layer, pattern in patterns.items():
-        least = least_bits(layer.shape) + _FEWEST
+        least = _least_bits(layer.shape)
         if isinstance(pattern, Rate) and least > (_MOST if pattern is divided else pattern.bits):
             shape = f"{layer.shape[0]} x {layer.shape[1]}"
             raise PatternError(
@@ -295,7 +299,7 @@ def divided(rate: Rate, shapes: Mapping[Layer, tuple[int, int]], octaves: Mappin
     """
     weights = {layer: rows * columns for layer, (rows, columns) in shapes.items()}
     total = sum(weights.values())
-    least = sum(weights[layer] * (least_bits(shape) + _FEWEST) for layer, shape in shapes.items()) / total
+    least = sum(weights[layer] * _least_bits(shape) for layer, shape in shapes.items()) / total
     if least > rate.bits:
         raise PatternError(
             f"Steps and tables of these layers alone need {least:.2f} bits a weight, more than {rate} has; give more, "
