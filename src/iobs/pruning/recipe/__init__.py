@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
 from iobs.errors import ProblemError, is_a, shown
 from iobs.pruning.recipe import text
@@ -59,6 +59,18 @@ class Changes(TypedDict, total=False):
     depthwise: bool
     bias: Literal["auto", "keep", "refit"]
     blocks: BlockFit | None
+
+
+class Named(Protocol):
+    """Anything with a name that rules match, such as a layer."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        ...
+
+
+N = TypeVar("N", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -243,8 +255,8 @@ class Recipe:
         recipe = replace(self, solver=solvers[-1]) if solvers else self
         return LayerSettings(recipe.solver, recipe.refine, recipe.damping, recipe.keep_zeros, recipe.reads_weights_only)
 
-    def for_layers(self, layers: Iterable[Any]) -> dict[Any, LayerSettings]:
-        """The settings of layers, or of anything with a name that rules match."""
+    def for_layers(self, layers: Iterable[N]) -> dict[N, LayerSettings]:
+        """The settings of layers."""
         return {layer: self.for_layer(layer.name) for layer in layers}
 
     def _require_solvers(self) -> None:
