@@ -346,9 +346,8 @@ class _Squares:
         stored = {layer.key: layer.stored(self.model) for layer in by_weight}
 
         def record(path: str, module: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
-            table = module if isinstance(module, nn.Embedding) else None
-            argument = first_argument(args, kwargs) if table is None else rows_read(table, args, kwargs)
-            return _kept(calls, path, argument, output)
+            read = rows_read(module, args, kwargs) if isinstance(module, nn.Embedding) else first_argument(args, kwargs)
+            return _kept(calls, path, read, output)
 
         with requiring_gradients(stored.values()), torch.enable_grad():
             tables = {path: layer.stored(self.model) for path, layer in looked_up.items() if layer.path == path}
