@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from iobs.core import exponents
-from iobs.core.exponents import words_of
+from iobs.core.exponents import half_of, words_of
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -36,3 +36,15 @@ def test_another_count_and_a_damaged_code_are_errors():
         exponents.decode(code[:-3], rest, 100, torch.float32)
     with pytest.raises(zlib.error):
         exponents.decode(b"\0" + code[1:], rest, 100, torch.float32)
+
+
+def test_vectors_are_rounded_to_the_nearer_of_two_formats_of_16_bits():
+    torch.manual_seed(0)
+    vector = torch.rand(64) + 0.5
+    assert half_of(vector) == torch.float16
+    assert half_of(torch.nn.Parameter(vector)) == torch.float16
+    assert half_of(vector.bfloat16().float()) == torch.bfloat16  # exact
+    assert half_of(1e6 * vector) == torch.bfloat16  # float16 overflows
+    assert half_of(1e-8 * vector) == torch.bfloat16  # and underflows
+    assert half_of(vector.reshape(8, 8)) == torch.bfloat16  # whose exponents take fewer bits
+    assert half_of(1e6 * vector, torch.float16) == torch.float16  # as asked

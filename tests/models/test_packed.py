@@ -360,7 +360,7 @@ def test_the_rest_is_rounded_on_demand(tmp_path):
     iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16)
     again = iobs.load_packed(tmp_path / "packed", into=nn.Linear(64, 64))
     assert same_bits(again.weight.data, model.weight.data)
-    assert same_bits(again.bias.data, model.bias.data.bfloat16().float())
+    assert same_bits(again.bias.data, model.bias.data.half().float())  # of a vector the nearer format of 16 bits
     with pytest.raises(ProblemError, match="not both"):
         iobs.save_packed(model, tmp_path / "other", precision="int8", dtype=torch.bfloat16)
     model.bias.data[0] = 1e30

@@ -63,7 +63,8 @@ def save_packed(
         precision: the fewest bits of a weight, "bf16", "int8" or "int4": linear layers and convolutions of size 1 are
             rounded and stored ready to run. None: every weight is kept bit for bit.
         dtype: `torch.bfloat16` or `torch.float16`, to which numbers without a code are rounded: embeddings that stayed
-            dense, norms, biases, weights with free values. They keep their dtype when they are loaded. None: none is.
+            dense, norms, biases, weights with free values. Beside bfloat16, vectors whose numbers float16 has nearer
+            are rounded to it. All keep their dtype when they are loaded. None: nothing is rounded.
 
     Raises:
         ModelError: the model directory holds no safetensors file, or a damaged one; no layer can be stored; or one is

@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from iobs.core import exponents
 from iobs.core.files import (
     ENTRY_BYTES,
     JOINED_BYTES,
@@ -309,7 +310,7 @@ def pack(shard: Path, target: Path, dtype: torch.dtype | None = None, joins: boo
     Args:
         shard: the file of weights.
         target: the packed file.
-        dtype: to which numbers without codes are rounded; None: nothing is rounded.
+        dtype: to which numbers without codes are rounded, vectors by `half_of`; None: nothing is rounded.
         joins: join small tensors that are stored as they are. transformers cannot read such a file.
 
     Raises:
@@ -370,6 +371,7 @@ def _shortest(tensor: Tensor, name: str, dtype: torch.dtype | None, joins: bool)
     """
     code = pack_code(tensor)
     if code is None and dtype is not None and _is_wider(tensor, dtype):
+        dtype = exponents.half_of(tensor, dtype)
         flat = tensor.flatten()
         parts = (flat[part] for part in slices(flat.shape))
         if any(bool((part.to(dtype).isinf() & ~part.isinf()).any()) for part in parts):

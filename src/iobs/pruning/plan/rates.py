@@ -158,7 +158,7 @@ def rate_of(
     if bits < least:
         raise PatternError(
             f"{budget} is {bits / 8e6:.4g} MB. The least for this network is {least / 8e6:.4g} MB: {rest / 8e6:.4g} MB "
-            "of the rest, which is dense in bfloat16 or has rules, and the steps and tables of the coded matrices."
+            "of the rest, which is dense in 16 bits or has rules, and the steps and tables of the coded matrices."
         )
     reason = Reason("asked", "its steps and tables would take as many bits as its weights")
     skipped = {**selection.skipped, **{layer.name: reason for layer in small}}
@@ -226,7 +226,7 @@ def _header_bytes(name: str, dtype: str, shape: Iterable[int], place: int) -> in
 
 
 def _bits_per_entry(tensor: Tensor) -> int:
-    """Bits of an entry of a tensor in a file whose floating numbers are rounded to bfloat16."""
+    """Bits of an entry of a tensor in a file whose floating numbers are rounded to 16 bits."""
     return 8 * min(tensor.element_size(), 2 if tensor.is_floating_point() else 16)
 
 
@@ -239,7 +239,8 @@ def _dense_bits(tensor: Tensor) -> float:
     """Bits of a tensor that keeps its numbers, by a code of their exponents; infinite where they are not here."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return math.inf
-    return exponents.bits(tensor.to(torch.bfloat16) if tensor.element_size() > 2 else tensor) + 8 * _VALUES_HEAD
+    half = tensor.to(exponents.half_of(tensor)) if tensor.element_size() > 2 else tensor
+    return exponents.bits(half) + 8 * _VALUES_HEAD
 
 
 def require_rates(patterns: Mapping[Layer, Pattern], divided: Pattern | None) -> None:
