@@ -5,7 +5,9 @@
 MODEL is a directory of transformers; by default SmolLM2-135M as `real_models.py smollm2` beside zoo.py makes it.
 Calibration: the first 64 windows of 512 tokens of C4, or fewer. Judged on 32 windows of 1,024 tokens each of WikiText-2
 (test) and of other documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone. Peers are written
-here or in the library and run by the same evaluation; "divided" peers take our division among layers and rows.
+here or in the library and run by the same evaluation; "divided" peers take our division among layers and rows. The
+choice of D2Prune (Xiong et al., 2026) is that of its authors for OPT: keys lose entries by Wanda and are not updated.
+Its further term in the score of an entry, with the scale that they give, is less than a thousandth of SparseGPT's.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ METHODS: dict[str, Recipe | str | Callable[[nn.Module, list[Batch], str], Recipe
     "SparseGPT": Recipe(solver="sparsegpt"),
     "SparseGPT, divided": Recipe.preset("one-shot").but(solver="sparsegpt", target="layer"),
     "SparseGPT, OWL": owl,
+    "SparseGPT, D2Prune": Recipe(solver="sparsegpt", rules=(Rule("*.k_proj", solver="wanda"),)),
     "ALPS-like": Recipe(solver=ALPSLike()),
     "one-shot, equal shares": Recipe(target="residual"),
     "one-shot": "one-shot",
@@ -160,9 +163,10 @@ def tables(rows: list[Row]) -> str:
         "SmolLM2-135M-Instruct (30 blocks, 106 million pruned weights); 64 windows of 512 tokens of C4 to calibrate "
         "where nothing else is said. Perplexity on WikiText-2 and on other documents of C4; processor seconds of "
         "`iobs.prune` on one thread, and their ratio to SparseGPT's where one machine measured both. Peers give every "
-        "layer the same share unless divided, or by OWL, which gives it to blocks by their outliers. Other ones were "
-        "not run. Products of float32 are computed by oneDNN, in half of the time that MKL takes on this processor. "
-        "torch calls MKL by itself, as did the rows with that word; ratios are those of rows with the same products.",
+        "layer the same share unless divided, or by OWL, which gives it to blocks by their outliers. D2Prune stands "
+        "for its choice of matrices that are not updated. Products of float32 are computed by oneDNN, in half of the "
+        "time that MKL takes on this processor. torch calls MKL by itself, as did the rows with that word; ratios are "
+        "those of rows with the same products.",
         "",
     ]
     dense = [row for row in rows if row["method"] == DENSE]
