@@ -285,11 +285,14 @@ def prepare(workspace: Workspace, census: Census) -> ComparisonLoss:
 
 
 def score_of_dense(workspace: Workspace) -> tuple[Scores, Tensor | None]:
-    """Scores of the dense model before the first projection, or its embeddings; neither without losses of the model."""
-    if workspace.scoring is None:
+    """Metrics of the dense model before the first projection, or its embeddings; neither if they are known later.
+
+    They are where a copy of the dense model stays beside the model, and never without losses of the model.
+    """
+    if workspace.scoring is None or workspace.scoring.reference is not None:
         return {}, None
     with workspace.store.as_dense():
-        scores = score_of(workspace)
+        scores = metric(workspace.store.model, _scored(workspace)[0])
         return scores, None if scores else embedded(workspace.store.model, _scored(workspace)[0])
 
 
@@ -383,7 +386,7 @@ def measured(workspace: Workspace, record: RoundRecord, samples: Samples, began:
     """Measure the model: add losses and seconds to the record, and return it."""
     if workspace.scoring is not None:
         record.loss_calibration = workspace.scoring.measure(workspace.scoring.comparable(samples))
-        record.loss_heldout = workspace.scoring.measure(workspace.scoring.heldout_augmented)
+        record.loss_heldout, record.scores = workspace.scoring.measure_heldout()
     record.seconds = time.perf_counter() - began
     workspace.callbacks.on_round(record)
     return record
@@ -401,23 +404,29 @@ def _scored(workspace: Workspace) -> tuple[Samples, str]:
     return (workspace.heldout, "held-out") if workspace.heldout.batches else (workspace.fit, "calibration")
 
 
-def score_of(workspace: Workspace) -> Scores:
-    """Accuracy or perplexity of the present model."""
-    samples, name = _scored(workspace)
-    return {f"{name} {key}": value for key, value in metric(workspace.store.model, samples).items()}
+def _scores(workspace: Workspace, record: RoundRecord, before: Scores, vectors: Tensor | None) -> dict[str, Scores]:
+    """Scores of the dense and the pruned model; of embeddings their similarity to those of the dense model.
 
-
-def _scores(workspace: Workspace, before: Scores, vectors: Tensor | None) -> dict[str, Scores]:
-    """Scores of the dense and the pruned model; of embeddings their similarity to those of the dense model."""
-    if before:
-        return {"dense": before, "pruned": score_of(workspace)}
-    samples, name = _scored(workspace)
-    after = None if vectors is None else embedded(workspace.store.model, samples)
-    if vectors is None or after is None:
+    Args:
+        workspace: of the run; the model has its result.
+        record: of this result.
+        before: metrics of the dense model, from `score_of_dense`.
+        vectors: embeddings of the dense model, from there.
+    """
+    if workspace.scoring is None:
         return {}
-    pairs = (vectors, vectors), (vectors, after)
-    dense, pruned = ({f"{name} {key}": value for key, value in similarity(*pair).items()} for pair in pairs)
-    return {"dense": dense, "pruned": pruned}
+    model, reference, (samples, name) = workspace.store.model, workspace.scoring.reference, _scored(workspace)
+    scores = record.scores
+    if not scores:
+        before = before if reference is None else metric(reference, samples)
+        scores = {"dense": before, "pruned": metric(model, samples) if before else {}}
+    if not scores["dense"]:
+        vectors = vectors if reference is None else embedded(reference, samples)
+        after = None if vectors is None else embedded(model, samples)
+        if vectors is None or after is None:
+            return {}
+        scores = {"dense": similarity(vectors, vectors), "pruned": similarity(vectors, after)}
+    return {whose: {f"{name} {key}": value for key, value in values.items()} for whose, values in scores.items()}
 
 
 def report_of(
@@ -443,7 +452,7 @@ def report_of(
         audit=audited(workspace, best.plan),
         seconds=seconds,
         peak_memory_bytes=workspace.memory.look(),
-        scores=_scores(workspace, before, vectors),
+        scores=_scores(workspace, best.record, before, vectors),
         notes=workspace.callbacks.notes,
         cautions=workspace.callbacks.cautions,
         allocation=allocation,

@@ -114,6 +114,7 @@ class RoundRecord:
         seconds: of the round.
         kind: "projection" or "finetune".
         parent: for "finetune" the index of the projection.
+        scores: metrics of the "dense" and "pruned" model on held-out samples, where the loss compares their outputs.
     """
 
     index: int
@@ -125,6 +126,7 @@ class RoundRecord:
     seconds: float = 0.0
     kind: Literal["projection", "finetune"] = "projection"
     parent: int | None = None
+    scores: dict[str, Scores] = field(default_factory=dict)
 
     @property
     def sparsity(self) -> float:

@@ -269,35 +269,69 @@ def mean_loss(model: nn.Module, part: Samples, loss: LossFunction) -> float:
     return float(total) / part.samples
 
 
-@torch.no_grad()
-def metric(model: nn.Module, samples: Samples) -> dict[str, float]:
-    """The metric that people know for the task of a model, if the samples allow to measure it.
+class MetricSums:
+    """Sums of the metric that people know for the task of a model, over batches of its outputs.
 
     Token ids and outputs of one row per token give the perplexity of the next tokens. Integer labels give the accuracy
-    in per cent. The number of tokens or labels stands beside it. Anything else gives nothing.
-
-    Args:
-        model: in eval mode.
-        samples: of this run; with several ranks each measures its share.
+    in per cent. Anything else gives nothing.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    names: set[str] = set()
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, values: Tensor, batch: Batch) -> bool:
+        """Add the outputs of a batch; False if they and its labels allow no metric."""
+        measured = _batch_metric(values, batch)
+        if measured is None:
+            self._names.add("")
+            return False
+        name, *sums = measured
+        self._names.add(name)
+        self._sums += torch.tensor(sums, dtype=torch.float64)
+        return True
+
+    def result(self, device: torch.device) -> dict[str, float]:
+        """The metric over the batches of all ranks, and beside it the number of tokens or labels; empty if none is.
+
+        Args:
+            device: of the model, where ranks add up.
+        """
+        sums = self._sums.to(device)
+        current().sum(sums)
+        total, count = sums.tolist()
+        if not count or (self._names - {"accuracy"} and self._names - {"perplexity"}):
+            return {}
+        if "perplexity" in self._names:
+            return {"perplexity": math.exp(min(total / count, 700.0)), "tokens": count}
+        return {"accuracy": 100 * total / count, "labels": count}
+
+
+@torch.no_grad()
+def metric(model: nn.Module, samples: Samples) -> dict[str, float]:
+    """The metric of a model on samples of this run, of which several ranks each take a share; see `MetricSums`."""
+    sums = MetricSums()
     with reusing_memory():
         for batch in current().share(samples).batches:
-            measured = _batch_metric(logits(batches.forward(model, batch)), batch)
-            if measured is None:
-                names.add("")
+            if not sums.add(logits(batches.forward(model, batch)), batch):
                 break
-            name, *sums = measured
-            names.add(name)
-            totals += torch.tensor(sums, dtype=torch.float64, device=totals.device)
-    current().sum(totals)
-    total, count = totals.tolist()
-    if not samples.batches or not count or (names - {"accuracy"} and names - {"perplexity"}):
-        return {}
-    if "perplexity" in names:
-        return {"perplexity": math.exp(min(total / count, 700.0)), "tokens": count}
-    return {"accuracy": 100 * total / count, "labels": count}
+    return sums.result(next(model.parameters()).device)
+
+
+def divergence_with_metrics(
+    reference: nn.Module, model: nn.Module, samples: Samples
+) -> tuple[float, dict[str, float], dict[str, float]]:
+    """The mean loss of `kl_to` on samples, and the metrics of the reference and of the model from the same outputs."""
+    of_reference, of_model = MetricSums(), MetricSums()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        dense, sparse = (logits(batches.forward(each, batch)) for each in (reference, model))
+        of_reference.add(dense, batch)
+        of_model.add(sparse, batch)
+        return divergence(model, batch, dense, sparse)
+
+    mean, device = mean_loss(model, samples, loss), next(model.parameters()).device
+    return mean, of_reference.result(device), of_model.result(device)
 
 
 def _batch_metric(values: Tensor, batch: Batch) -> tuple[str, float, float] | None:

@@ -12,7 +12,13 @@ from torch import nn
 
 from iobs.errors import NonFiniteError
 from iobs.pruning.calibration.blocks import Block
-from iobs.pruning.calibration.losses import block_distance_to, kl_to, mean_loss, task_loss
+from iobs.pruning.calibration.losses import (
+    block_distance_to,
+    divergence_with_metrics,
+    kl_to,
+    mean_loss,
+    task_loss,
+)
 from iobs.pruning.descent.augment import copies, sampled_text, suited, windows_of_steps
 from iobs.pruning.network.copies import copied, dense_copy, require_own_modules
 from iobs.pruning.network.modes import put, state
@@ -118,7 +124,27 @@ class Scoring:
         Raises:
             NonFiniteError: the loss is NaN or infinite.
         """
-        loss = self.loss_on(samples)
+        return self._finite(self.loss_on(samples))
+
+    def measure_heldout(self) -> tuple[float | None, dict[str, dict[str, float]]]:
+        """The mean loss of the pruned model on the held-out samples, and the metrics of the "dense" and "pruned" model.
+
+        These come from the same passes, so they are empty unless the loss compares outputs on the samples as they are.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite.
+        """
+        if not self.compares_outputs:
+            return self.measure(self.heldout_augmented), {}
+        loss, dense, pruned = divergence_with_metrics(self.dense, self.model, self.heldout)
+        return self._finite(loss), {"dense": dense, "pruned": pruned}
+
+    @property
+    def compares_outputs(self) -> bool:
+        """True if rounds are compared by their outputs on the held-out samples as they are."""
+        return bool(self.heldout.batches) and _loss_of(self.steps[0]) == "kl" and self.heldout_augmented is self.heldout
+
+    def _finite(self, loss: float | None) -> float | None:
         if loss is not None and not math.isfinite(loss):
             hint = "lower the learning rate" if any(self.steps) else "look at its outputs"
             raise NonFiniteError(f"The pruned model's {self.name} is {loss}; {hint}.")
