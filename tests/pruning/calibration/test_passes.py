@@ -10,6 +10,7 @@ from torch import nn
 
 import iobs
 from iobs.pruning.calibration.chains import exact_chain
+from iobs.pruning.calibration.gram import layer_outputs
 from iobs.pruning.calibration.sweep import Moments, Sweep
 from iobs.pruning.network.selection import select
 from iobs.pruning.samples import batches
@@ -99,3 +100,19 @@ def test_a_shortcut_does_not_rely_on_shortcuts_whose_inputs_are_known_later(monk
     monkeypatch.setattr("iobs.pruning.calibration.replay.find_shortcuts", lambda *_: [])
     expected = weights()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_target_outputs_need_no_second_product_behind_a_shortcut(monkeypatch):
+    products = []
+
+    def counted(*args):
+        products.append(args)
+        return layer_outputs(*args)
+
+    monkeypatch.setattr("iobs.pruning.calibration.sweep.layer_outputs", counted)
+    _, grams, _ = swept(True)
+    few = len(products)
+    monkeypatch.setattr("iobs.pruning.calibration.replay.find_shortcuts", lambda *_: [])
+    _, expected, _ = swept(True)
+    assert len(products) - few >= 2 * few  # without them also those of attention
+    assert all(torch.equal(one, other) for one, other in zip(grams, expected, strict=True))

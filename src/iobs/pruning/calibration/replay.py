@@ -362,18 +362,30 @@ class Shortcuts:
             yield
 
     def _hidden(self, model: nn.Module, place: int, index: int) -> Tensor:
-        """The hidden state of the module of a shortcut on a batch; a copy, since the model may change it in place.
-
-        Layers behind the shortcut's are reached once it has its new weights. So its output is computed once, and
-        stored in place of an input of the same shape.
-        """
+        """The hidden state of the module of a shortcut on a batch; a copy, since the model may change it in place."""
         shortcut = self.shortcuts[place]
-        key = shortcut.layer, index
+        return self._output(model, place, index) if shortcut.applied else self.fetch(self.inputs[shortcut.layer, index])
+
+    def output(self, model: nn.Module, layer: Layer, index: int) -> Tensor | None:
+        """The output of a layer with final weights on a batch, if a shortcut will need it; None if none will."""
+        for place, shortcut in enumerate(self.shortcuts):
+            if shortcut.layer == layer and shortcut.applied and (layer, index) in self.inputs:
+                return self._output(model, place, index)
+        return None
+
+    def _output(self, model: nn.Module, place: int, index: int) -> Tensor:
+        """The output of the layer of a shortcut on a batch, a copy.
+
+        Layers behind it are reached once it has its new weights. So its output is computed once, and stored in place of
+        an input that is not smaller.
+        """
+        layer = self.shortcuts[place].layer
+        key = layer, index
         hidden = self.fetch(self.inputs[key])
-        if not shortcut.applied or key in self.outputs:
+        if key in self.outputs:
             return hidden
-        output: Tensor = model.get_submodule(shortcut.layer.path)(hidden)
-        if (output.shape, output.dtype) == (hidden.shape, hidden.dtype):
+        output: Tensor = model.get_submodule(layer.path)(hidden)
+        if output.numel() <= hidden.numel() and output.dtype == hidden.dtype:
             self.inputs[key] = self.keep(place, index, output.clone())
             self.outputs.add(key)
         return output

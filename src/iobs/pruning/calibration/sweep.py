@@ -255,7 +255,8 @@ class Sweep:
                 if held_out is heldout:
                     inputs = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
-                    unpaired += not self._add(gram, inputs, layer, number, attended, generator, targets)
+                    known = None if targets is None else _float32_outputs(streams[-1], layer, index)
+                    unpaired += not self._add(gram, inputs, layer, number, attended, generator, targets, known)
             gram.sum_over(self.ranks)
             gram.finish()
             gram.park("heldout" if heldout else "calibration", self.residency.park)
@@ -276,6 +277,7 @@ class Sweep:
         attended: Tensor | None,
         generator: torch.Generator,
         targets: Tensor | None,
+        known: Tensor | None,
     ) -> bool:
         """Add the inputs on one batch, by stream, to a Gram.
 
@@ -288,6 +290,7 @@ class Sweep:
             generator: draws the positions of convolutions.
             targets: (rows, columns) dense weights of a layer with target outputs, or None. Without two residuals of
                 one shape the target outputs are the dense ones.
+            known: the outputs of these weights, if they are computed; they need no second product.
 
         Returns:
             False if the inputs have no partner.
@@ -302,10 +305,11 @@ class Sweep:
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
                 drift = None if drift is None else outputs.unpadded(drift, attended)
+                known = None if known is None else outputs.unpadded(known, attended)
             rows = [input_rows(layer, module, value, positions) for value in values]
             dense = rows[1] if len(rows) > 1 else None
             if dense is not None and targets is not None:
-                dense = layer_outputs(targets, dense)
+                dense = layer_outputs(targets, dense) if known is None else output_rows(layer, known, positions)
                 dense = dense if drift is None else dense.add_(output_rows(layer, drift, positions))
             gram.add(rows[0], dense)
             # The sums lack most positions of a convolution. Those of other layers show NaN and infinity sooner; they
@@ -313,6 +317,18 @@ class Sweep:
             if positions is not None or not gram.is_finite:
                 require_finite(values, layer, number)
         return paired
+
+
+def _float32_outputs(stream: Stream, layer: Layer, index: int) -> Tensor | None:
+    """The outputs of a linear layer without its bias on a batch, (..., rows), that the stream needs anyway; or None.
+
+    Only those in float32 or wider, which are as exact as `layer_outputs`.
+    """
+    module = stream.model.get_submodule(layer.path)
+    if stream.shortcuts is None or type(module) is not nn.Linear or module.weight.dtype.itemsize < 4:
+        return None
+    found = stream.shortcuts.output(stream.model, layer, index)
+    return found if found is None or module.bias is None else found.sub_(module.bias)
 
 
 def batched(values: Sequence[Layer], size: int) -> Iterator[Sequence[Layer]]:
