@@ -65,6 +65,15 @@ def test_corrected_is_ridge_regression_to_the_current_weights() -> None:
     assert torch.allclose(found.linear, expected @ hessian)
 
 
+def test_some_rows_choose_the_damping_of_all_rows():
+    given = statistics(24, 400)
+    target = torch.randn(600, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, few = corrected(given, 0, target, target, 0.01), corrected(given, 0, target[::4], target[::4], 0.01)
+    assert found.damping == few.damping > 0
+    torch.testing.assert_close(found.linear[::4], few.linear)
+    torch.testing.assert_close(found.linear[1::4], corrected(given, 0, target[1::4], target[1::4], 0.01).linear)
+
+
 @pytest.mark.parametrize("heldout", [0, 400])
 def test_corrected_damps_nothing_without_drift_or_heldout(heldout: int) -> None:
     given, target = statistics(24, heldout, noise=0.0 if heldout else 0.5), weights()

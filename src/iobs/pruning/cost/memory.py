@@ -12,7 +12,7 @@ from iobs.core.files import expanded
 from iobs.core.memory import resident
 from iobs.core.outputs import existing
 from iobs.core.patterns import Budget, Pattern, Rate, Unstructured
-from iobs.pruning.calibration.gram import STRIPE, WIDE
+from iobs.pruning.calibration.gram import SEARCH_COLUMNS, STRIPE, WIDE
 from iobs.pruning.calibration.losses import PIECE, WHOLE
 from iobs.pruning.calibration.row_fisher import PRICED_TOKENS, PROBE_TOKENS
 from iobs.pruning.cost.affordable import with_affordable_epochs
@@ -190,7 +190,7 @@ class GramSizes:
         problem = number * square + (16 if self.pairs else 4) * matrix
         centre = 20 * square if self.pairs else 0  # the Hessian in float64 and its factor, beside the one in float32
         solver = problem + max(centre, round(solver_cost(recipe.for_layer(layer.name), rows, columns).bytes))
-        errors = (12 if columns >= WIDE else 44) * matrix + 4 * square
+        errors = (12 if columns >= WIDE else 18 if columns >= SEARCH_COLUMNS else 44) * matrix + 4 * square
         together = problem + 4 * rows**2 + 56 * matrix if _couples(layer, recipe, _HALF) else 0
         return kept + max(regression, solver, errors, together)
 

@@ -442,7 +442,8 @@ def keeping(weight: Tensor, refine: str | Refinement | None) -> WithinSupport:
 # separate ridge regression, centred at the output of the layer's current weights. Its damping is raised while the
 # held-out error falls.
 DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_LEAST_SHARE = 0.05  # held-out rows per calibration row, below which their error is too noisy
+_LEAST_SHARE = 0.05  # held-out samples per calibration sample, below which their error is too noisy
+_SEARCH_ROWS = 128  # rows whose errors choose the damping of all
 _SAFE_DAMPING = 1e-3  # from which regressions of wide layers are computed in float32
 
 
@@ -466,8 +467,8 @@ def corrected(
 
     Target outputs Y in the statistics take the place of T D. A mu below the rounding of H is left out.
 
-    B = S + (T D X^T - S H) (H + mu I)^-1 with H = X X^T. If the smallest mu is best, the damping is left to the solver,
-    and the linear term is T D X^T.
+    B = S + C with C = (T D X^T - S H) (H + mu I)^-1 and H = X X^T, so that B H = T D X^T - mu C. If the smallest mu is
+    best, the damping is left to the solver, and the linear term is T D X^T.
 
     Args:
         statistics: Grams of the layer's inputs; without enough held-out samples nothing is damped.
@@ -485,37 +486,40 @@ def corrected(
     # Damping bounds the condition, so that float32 chooses as well as float64 in half of the time.
     single = len(hessian) >= SEARCH_COLUMNS and damping >= _SAFE_DAMPING
     dtype = torch.float32 if single else hessian.dtype
-    metric, heldout_linear = heldout.own[group].to(dtype), heldout.linear(target, group).to(dtype)
-    drift, base, start = (plain - current @ hessian).to(dtype), hessian.to(dtype), current.to(dtype)
+    base, drift, start = hessian.to(dtype), (plain - current @ hessian).to(dtype), current.to(dtype)
+    mean = float(base.diagonal().mean())
+    some = slice(None, None, max(1, len(target) * ranks.size // _SEARCH_ROWS))
+    metric, goal = heldout.own[group].to(dtype), heldout.rows(some).linear(target[some], group).to(dtype)
 
-    def regression(mu: float) -> Tensor | None:
-        """The weights; None if rounding makes the Gram indefinite even with this damping."""
+    def factor(mu: float) -> Tensor | None:
+        """The Cholesky factor of H + mu I; None if rounding makes the Gram indefinite even with this damping."""
         shifted = base.clone()
-        shifted.diagonal().add_(mu * base.diagonal().mean())
+        shifted.diagonal().add_(mu * mean)
         try:
-            factor = cholesky(shifted)
+            return cholesky(shifted)
         except NotPositiveDefiniteError:
             return None
-        return start + torch.cholesky_solve(drift.T, factor).T
 
-    def error(weight: Tensor | None) -> float:
-        """||B X - T D||^2 / count on the held-out samples, without the constant ||T D||^2 / count."""
-        if weight is None:
+    def error(lower: Tensor | None) -> float:
+        """||B X - T D||^2 / count of some rows on the held-out samples, without the constant ||T D||^2 / count."""
+        if lower is None:
             return ranks.total(math.inf)
-        return ranks.total(
-            float(((weight @ metric).sub_(heldout_linear, alpha=2)).mul_(weight).sum(dtype=torch.float64))
-        )
+        weight = start[some] + torch.cholesky_solve(drift[some].T, lower).T
+        return ranks.total(float((weight @ metric).sub_(goal, alpha=2).mul_(weight).sum(dtype=torch.float64)))
 
     chosen: Tensor | None = None
     strength = 0.0
-    least = error(regression(max(damping, _LEAST_DAMPING)))
+    least = error(factor(max(damping, _LEAST_DAMPING)))
     for stronger in DAMPINGS:
         if stronger <= damping:
             continue
-        weight = regression(stronger)
-        heldout_error = error(weight)
+        lower = factor(stronger)
+        heldout_error = error(lower)
         if least <= heldout_error < math.inf:
             break
         if heldout_error < least:
-            chosen, strength, least = weight, stronger, heldout_error
-    return Correction(plain if chosen is None else chosen.to(hessian.dtype) @ hessian, strength)
+            chosen, strength, least = lower, stronger, heldout_error
+    if chosen is None:
+        return Correction(plain)
+    change = torch.cholesky_solve(drift.T, chosen).T
+    return Correction(plain.sub(change.to(plain.dtype), alpha=strength * mean), strength)
