@@ -63,6 +63,23 @@ def test_the_settings_of_the_user_come_back(user):
     assert settings() == user
 
 
+@pytest.mark.parametrize("positions", [20, 300])
+@pytest.mark.parametrize("grad", [False, True])
+def test_attention_has_all_bits_and_comes_back(positions, grad, monkeypatch):
+    usual = nn.functional.scaled_dot_product_attention
+    query, key, value = torch.randn(3, 2, 3, positions, 16, requires_grad=grad).unbind()
+    expected = usual(*(tensor.double() for tensor in (query, key, value)), is_causal=True)
+    with full_precision():
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        assert exact()
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    assert nn.functional.scaled_dot_product_attention is usual
+    with monkeypatch.context() as patch:  # a library may have replaced it
+        patch.setattr(nn.functional, "scaled_dot_product_attention", lambda *_, **__: "another")
+        with full_precision():
+            assert nn.functional.scaled_dot_product_attention(query, key, value) == "another"
+
+
 def test_the_settings_of_the_user_come_back_after_an_error(user):
     @full_precision()
     def fails():

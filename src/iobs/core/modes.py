@@ -10,16 +10,23 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache, partial
 from io import StringIO
 from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _Setting = tuple[Callable[[], object], Callable[..., object], object]  # how to read and write it, its full precision
+_OF_ALL = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision  # the setting of every version
+_FULL: dict[object, str] = {"bf16": "ieee", "medium": "highest"}  # values of all bits, by those of fewer
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")  # kinds of products, from torch 2.9 on, besides those of oneDNN
+_SHORT, _FEW = 256**2, 2**23  # queries times keys of short sequences, and scores whose memory is small
 _EXACT = 1e-6  # relative error of products of float32, some 4e-7; that of inputs in bfloat16 is some 2e-3
 _lock = threading.Lock()
 _depth = 0  # of `full_precision`, in all threads together: the settings are those of the process
 _of_user: list[object] = []  # the settings outside of all `full_precision`, while there is one
+_usual_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention  # outside of them
 
 
 @contextmanager
@@ -30,11 +37,14 @@ def full_precision() -> Iterator[None]:
     it. Gram matrices, inverses and comparisons of networks need all bits. On processors of AMD with AVX-512 products
     then take half of torch's usual time (`_is_quick_and_exact`).
     """
-    global _depth, _of_user
+    global _depth, _of_user, _usual_attention
     with _lock:
         if not _depth:
             _of_user = _read()
             _write([full for _, _, full in _settings()], _of_user)
+            if _settings()[0][2] == "medium":  # oneDNN multiplies
+                _usual_attention = functional.scaled_dot_product_attention
+                functional.scaled_dot_product_attention = _attention
         _depth += 1
     try:
         yield
@@ -43,6 +53,30 @@ def full_precision() -> Iterator[None]:
             _depth -= 1
             if not _depth:
                 _write(_of_user, _of_user)
+                if functional.scaled_dot_product_attention is _attention:
+                    functional.scaled_dot_product_attention = _usual_attention
+
+
+def _attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention of torch, by MKL where sequences are short, and in plain products if there will be gradients.
+
+    torch's kernel multiplies small tiles one by one. At 65 patches of a picture oneDNN takes four times as long for
+    them as MKL, which cannot be chosen for the backward pass alone (LOG.md).
+    """
+    if not (_depth and isinstance(query, Tensor) and isinstance(key, Tensor) and query.device.type == "cpu"):
+        return _usual_attention(query, key, *args, **kwargs)
+    scores = query.shape[-2] * key.shape[-2]
+    if scores >= _SHORT:
+        return _usual_attention(query, key, *args, **kwargs)
+    if torch.is_grad_enabled() and scores * query.shape[:-2].numel() <= _FEW:
+        with sdpa_kernel(SDPBackend.MATH):
+            return _usual_attention(query, key, *args, **kwargs)
+    _, write, rounding = _onednn()
+    write(_FULL[rounding])
+    try:
+        return _usual_attention(query, key, *args, **kwargs)
+    finally:
+        write(rounding)
 
 
 @contextmanager
@@ -68,11 +102,9 @@ def _settings() -> list[_Setting]:
     read an old setting that contradicts a newer one.
     """
     newer = hasattr(torch.backends, "fp32_precision")
-    medium: _Setting = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    onednn = _attribute(attrgetter("mkldnn.matmul")(torch.backends), "fp32_precision", "bf16") if newer else medium
-    quick = _is_quick_and_exact(onednn)
+    onednn, quick = _onednn(), _is_quick_and_exact(_onednn())
     settings: list[_Setting] = [
-        (*medium[:2], "medium" if quick else "highest"),
+        (*_OF_ALL, "medium" if quick else "highest"),
         _attribute(torch.backends.cudnn, "allow_tf32", False),
     ]
     if newer:
@@ -82,6 +114,14 @@ def _settings() -> list[_Setting]:
         warnings.simplefilter("ignore")  # torch 2.9 warns once that it has newer settings
         _values(settings)
     return settings
+
+
+@cache
+def _onednn() -> _Setting:
+    """The setting of products on the processor, and the value that lets them be shorter."""
+    if hasattr(torch.backends, "fp32_precision"):
+        return _attribute(attrgetter("mkldnn.matmul")(torch.backends), "fp32_precision", "bf16")
+    return *_OF_ALL, "medium"
 
 
 def _is_quick_and_exact(setting: _Setting) -> bool:

@@ -136,5 +136,5 @@ OF_SEVERAL: dict[Callable[..., Argument], Callable[..., Argument]] = {
     **{func: _product(func) for func in _PRODUCTS},
     **{func: _largest(func) for func in _LARGEST},
     **{func: _softmax(func) for func in _SOFTMAX},
-    F.scaled_dot_product_attention: _attention,
+    torch._C._nn.scaled_dot_product_attention: _attention,  # what torch.nn.functional calls, whoever replaces it there
 }
