@@ -393,8 +393,9 @@ def test_budget_of_a_small_network_of_many_tensors_is_the_size_of_the_file(tmp_p
     assert 0.97 * asked < file.stat().st_size < 1.005 * asked
 
 
+@pytest.mark.parametrize("allocation", ["auto", "uniform"])
 @pytest.mark.filterwarnings("ignore::iobs.errors.CoverageWarning")
-def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tmp_path):
+def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tmp_path, allocation):
     class Partly(nn.Module):
         def __init__(self):
             super().__init__()
@@ -405,11 +406,11 @@ def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tm
             return self.used(x)
 
     model, data = Partly(), [torch.randn(64, 96) for _ in range(4)]
-    iobs.prune(model, data, iobs.Budget(megabytes=0.018), "one-shot")
+    iobs.prune(model, data, iobs.Budget(megabytes=0.018), "one-shot", allocation=allocation)
     file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
     assert 0.98 * 18_000 < file.stat().st_size < 1.005 * 18_000
     with pytest.raises(PatternError, match="No calibration sample reaches unused, which stay dense and take"):
-        iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot")
+        iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot", allocation=allocation)
 
 
 def test_budget_counts_experts_as_transformers_writes_them(tmp_path):

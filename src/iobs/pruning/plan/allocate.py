@@ -33,7 +33,7 @@ from iobs.pruning.plan.counts import (
     within_support,
 )
 from iobs.pruning.plan.curves import CurveSweep, allocation_record_of, judges_of, recipe_of_curves, weights_written
-from iobs.pruning.plan.rates import divide_rate
+from iobs.pruning.plan.rates import divide_rate, equal_rate
 from iobs.pruning.plan.widths import allocate_widths
 from iobs.pruning.recipe import Allocation
 from iobs.pruning.report import AllocationRecord, JsonObject, allocation_record
@@ -119,11 +119,12 @@ def _zeros(
 
 def _rates(workspace: Workspace, rate: Rate) -> dict[Layer, Pattern]:
     """The rate of every layer that shares that of the run; the same for all if the recipe says so."""
-    layers = workspace.request.sharing
-    if workspace.recipe.division.criterion == "uniform" or not layers:
+    layers, equal = workspace.request.sharing, workspace.recipe.division.criterion == "uniform"
+    if not layers or (equal and not workspace.request.in_file):
         return {}
+    rates = equal_rate if equal else divide_rate
     values = workspace.remembered(
-        "rates", lambda: {layer.name: bits for layer, bits in divide_rate(workspace, rate, layers).items()}
+        "rates", lambda: {layer.name: bits for layer, bits in rates(workspace, rate, layers).items()}
     )
     bits = {layer: values[layer.name] for layer in layers if layer.name in values}
     workspace.note(f"Bits of {len(bits)} layers: {min(bits.values()):.2f} to {max(bits.values()):.2f} a weight.")

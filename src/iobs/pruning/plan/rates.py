@@ -73,10 +73,20 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
-    dense = [layer for layer in workspace.request.in_file if layer not in octaves]
-    if dense and octaves:
-        rate = _beside(rate, dense, octaves, workspace.store.model)
-    return divided(rate, {layer: layer.shape for layer in octaves}, octaves)
+    return divided(_left_for(workspace, rate, octaves), {layer: layer.shape for layer in octaves}, octaves)
+
+
+def equal_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> dict[Layer, float]:
+    """The same bits a weight for every layer that receives input; arguments and errors as in `divide_rate`."""
+    sweep = dense_sweep(workspace, layers, workspace.fit, Samples())
+    reached = [layer for group in sweep.groups() for layer in group.layers]
+    return dict.fromkeys(reached, _left_for(workspace, rate, reached).bits)
+
+
+def _left_for(workspace: Workspace, rate: Rate, coded: Collection[Layer]) -> Rate:
+    """The rate of the layers that receive input: of a budget what is left beside the others, which stay dense."""
+    dense = [layer for layer in workspace.request.in_file if layer not in coded]
+    return _beside(rate, dense, coded, workspace.store.model) if dense and coded else rate
 
 
 def _beside(rate: Rate, dense: Sequence[Layer], coded: Collection[Layer], model: nn.Module) -> Rate:
