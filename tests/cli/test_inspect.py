@@ -136,6 +136,21 @@ def test_inspect_checks_a_pattern_without_the_weights_in_memory(run, tmp_path, m
     assert quick == slow
 
 
+def test_inspect_counts_experts_of_other_names_without_the_embedding(run, tmp_path):
+    """A padding row of zeros in the embedding entered the share, so that 50 % were shown as less."""
+    torch.manual_seed(0)
+    model, out = families.LANGUAGE_MODELS["mixtral"][0](), tmp_path / "out"
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    report = iobs.prune(model, families.language_batches(), 0.5, "one-shot", solver="magnitude", holdout=0)
+    model.save_pretrained(out)
+    write_report(report, out)
+    found = json.loads(run("inspect", out, "--json").stdout)
+    assert not {row.name for row in report.audit} <= {layer["layer"] for layer in found["layers"]}  # other names
+    assert (found["zeros"], found["weights"]) == (report.zeros, report.weights)
+    assert "not counted: model.embed_tokens" in run("inspect", out).output
+
+
 def test_packed_directory_shows_its_bytes_part_by_part(run, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))

@@ -156,6 +156,10 @@ def _audit(directory: Path, files: Path, parsed: Pattern | None, trust_remote_co
             rows = sorted((row for row in rows if row.name in places), key=lambda row: places[row.name])
     if promised and has_promised:
         sparse = [row for row in rows if row.name in promised]
+    elif report is not None and parsed is None:
+        # The files name some layers otherwise, as experts; what the report left dense, such as an embedding with a
+        # row of zeros for padding, is none of them.
+        sparse = [row for row in rows if row.name in promised or (row.zeros and row.name not in report.skipped)]
     else:
         sparse = [row for row in rows if (row.zeros if parsed is None else row.asked or row.bits)]
     if report is not None:
