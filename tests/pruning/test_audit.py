@@ -1,7 +1,9 @@
 """Audit of the zeros of a model or its files against a pattern or a report."""
 
 from dataclasses import replace
+from inspect import cleandoc
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -24,6 +26,14 @@ def test_audit_counts_zeros_of_a_model_and_of_its_files(tmp_path):
     of_files = {row.name: row.zeros for row in iobs.audit(tmp_path, iobs.Unstructured(0.7))}
     assert of_model == of_files
     assert of_model["fc1"] == 192 - 58
+
+
+def test_the_example_of_prune_runs_to_its_audit():
+    network, loader = build("perceptron")
+    example = cleandoc(iobs.prune.__doc__).partition("with a report::")[2].partition("Other patterns")[0]
+    names = {"iobs": iobs, "network": network, "loader": loader}
+    exec(dedent(example), names)  # the docstring's own code
+    assert sum(row.zeros for row in names["rows"]) >= sum(row.zeros for row in names["report"].audit) > 0
 
 
 def test_audit_finds_a_weight_that_is_not_zero_again():

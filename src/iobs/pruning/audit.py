@@ -48,8 +48,9 @@ def audit(
     Args:
         source: a model, or a directory (or one file) of safetensors, whose matrices are read as (outputs, inputs).
         pattern: a pattern, a sparsity such as 0.5, or text such as "2:4". It is checked in every pruned layer, of which
-            there must be at least one; None: no check. After an allocation (recipes "fast" and "best") a sparsity holds
-            for all layers together, not for each layer. A `Rate` holds for all layers together, too.
+            there must be at least one; None: no check. A sparsity fails after an allocation (recipes "one-shot", "fast"
+            and "best"), which gives some layers fewer zeros than others: the run's report and `iobs inspect` check all
+            layers together. A `Rate` holds for all layers together, too.
         layers: names of the pruned layers, or one name. By default these are layers with at least a tenth of the zeros
             that the pattern asks for; dense layers may hold a few zeros. For a rate, and a grid that keeps all entries,
             they are the layers of integers times steps, or on the grid.
