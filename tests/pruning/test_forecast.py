@@ -82,6 +82,15 @@ def test_work_without_a_forecast_goes_on_as_it_began():
     assert remaining.seconds_left == pytest.approx(18)
 
 
+def test_long_preparations_leave_the_time_of_all_units_but_one():
+    clock = Clock()
+    remaining = Remaining(clock)
+    remaining.expect(FORECAST)
+    clock.now = 300.0
+    assert remaining.share == 0
+    assert remaining.seconds_left == pytest.approx(FORECAST.seconds - 2.0)  # "0 %, about 0 s left" was shown
+
+
 def test_preparations_and_compilation_are_not_taken_for_the_speed():
     clock = Clock()
     remaining = Remaining(clock)

@@ -128,11 +128,19 @@ class Remaining:
         if not any(part.seconds for part in parts) and not self._done:
             return None
         speed = self._speed
-        predicted = sum(
-            max(0.0, part.units - self._done.get(part.name, 0.0)) * part.seconds * self._speed_of(part, speed)
-            for part in parts
-        )
-        return max(0.0, predicted - (self._clock() - self._last))  # the present unit has been running for a while
+        left, longest = 0.0, 0.0
+        for part in parts:
+            units = max(0.0, part.units - self._done.get(part.name, 0.0))
+            seconds = part.seconds * self._speed_of(part, speed)
+            left += units * seconds
+            longest = max(longest, min(units, self._most(part)) * seconds)
+        # The present unit has been running for a while. If that is longer than any unit takes, it is preparation, or
+        # the unit is slow; the units behind it are still to come.
+        return left - min(longest, self._clock() - self._last)
+
+    def _most(self, part: Part) -> float:
+        """The most units of a part that are done at once: those of the largest layer, otherwise 1."""
+        return max(self._weights.values(), default=1.0) if part.name == "layers" else 1.0
 
     @property
     def share(self) -> float:
