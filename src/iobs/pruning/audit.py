@@ -199,7 +199,13 @@ def check(name: str, matrix: Tensor, pattern: Pattern, kernels: tuple[int, ...] 
     if isinstance(pattern, Groups):
         _check_columns(name, matrix, pattern)
         return
-    groups = pattern.groups(shape)
+    try:
+        groups = pattern.groups(shape)
+    except PatternError as error:
+        raise PatternError(
+            f"Layer {name!r} ({shape[0]} x {shape[1]}): {error} If it was not pruned, name those that were: "
+            "iobs.audit(..., layers=[...])."
+        ) from None
     orders = [by_channel(pattern, shape[1], kernel) for kernel in kernels]
     tables = [matrix if order is None else matrix[:, order] for order in orders]
     worst = min(int((table.reshape(groups.count, groups.size) != 0).sum(1).max()) for table in tables)
