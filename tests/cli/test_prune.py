@@ -278,3 +278,49 @@ def test_a_network_of_code_in_a_size_is_read_by_iobs_alone(run, tmp_path):
     shown = run("prune", f"{file}:net", "-o", out, "--megabytes", "0.014", *data).output
     assert "packed: iobs.load and iobs bench read them" in " ".join(shown.split())
     assert iobs.load(out).module.weight.shape == (256, 64)
+
+
+@pytest.fixture
+def routed(tmp_path):
+    """A file with a network of which one layer is seen in a forward pass alone, and data that it does not take."""
+    file = tmp_path / "routed.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "class Routed(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.gate = nn.Linear(8, 16), nn.Parameter(torch.randn(4, 16))\n\n"
+        "    def forward(self, x):\n        return self.first(x).relu() @ self.gate.T\n\n"
+        "def net():\n    return Routed()\n\n"
+        "def batches():\n    return [torch.randn(20, 8)]\n\n"
+        "def narrow():\n    return [torch.randn(20, 7)]\n"
+    )
+    return file
+
+
+def test_dry_run_shows_the_layers_that_a_forward_pass_shows(run, routed):
+    """It listed them as dense, and the run pruned them."""
+    shown = json.loads(
+        run("prune", f"{routed}:net", "--data", f"{routed}:batches", "--dry-run", "--json", *ONE_SHOT).stdout
+    )
+    assert [layer["layer"] for layer in shown["layers"]] == ["first", "gate"]
+    assert shown["dense"] == {}
+
+
+@pytest.mark.parametrize(("option", "pruned"), [("--ignore", ["first"]), ("--include", ["gate"])])
+def test_options_name_layers_that_a_forward_pass_shows(run, routed, tmp_path, option, pruned):
+    """The names were looked for before the pass, and refused."""
+    network = "prune", f"{routed}:net", "--data", f"{routed}:batches", option, "gate", *ONE_SHOT
+    run(*network, "-o", tmp_path / "out")
+    assert [row.name for row in read_report(tmp_path / "out" / "report.json").audit] == pruned
+    foretold = json.loads(run(*network, "--dry-run", "--json").stdout)
+    assert [layer["layer"] for layer in foretold["layers"]] == pruned
+    assert "matches none" in one_error(run(*network, "-o", tmp_path / "no", option, "door", code=2))
+
+
+def test_dry_run_refuses_data_as_the_run_does(run, routed, tmp_path):
+    """It ended in a traceback of the model."""
+    network = "prune", f"{routed}:net", "--data", f"{routed}:narrow", *ONE_SHOT
+    refused = one_error(run(*network, "-o", tmp_path / "out", code=2))
+    assert "cannot take calibration batch 0" in refused
+    assert one_error(run(*network, "--dry-run", code=2)) == refused

@@ -34,7 +34,8 @@ from iobs.pruning.audit import asked_zeros
 from iobs.pruning.cost.foresight import Foreseen, foresee
 from iobs.pruning.cost.memory import Plan, peaks_in_memory
 from iobs.pruning.coverage import Reason
-from iobs.pruning.driver import requested, selected_for
+from iobs.pruning.driver import before_observation, examined, requested, select_on, selected_for
+from iobs.pruning.network.selection import Selection
 from iobs.pruning.plan.counts import under_pattern
 from iobs.pruning.report import Report
 from iobs.pruning.runtime.ranks import current
@@ -68,12 +69,18 @@ def prune_in_memory(
     pattern = run_options.pattern
     if isinstance(pattern, Structured) and pattern.uniform is False and not is_built_by_code(model or ""):
         loaded = _with_unequal_widths(loaded)
+    whole, recipe, seed = Store(loaded.module), settings.recipe, run_options.seed
+
+    def select() -> tuple[Selection, Request]:
+        layers = selected_for(whole, pattern, run_options.include, run_options.ignore, recipe.depthwise)
+        return requested(loaded.module, recipe, pattern, layers, run_options.holdout, seed, checkpoint)
+
     if not isinstance(pattern, Structured):  # units are found by a forward pass, and their names in the run
-        depthwise, whole = settings.recipe.depthwise, Store(loaded.module)
-        selection = selected_for(whole, pattern, run_options.include, run_options.ignore, depthwise)
-        selection, request = requested(
-            loaded.module, settings.recipe, pattern, selection, run_options.holdout, run_options.seed, checkpoint
-        )
+        selected = before_observation(whole, select)
+        if selected is None:  # names may be of layers that only a forward pass shows
+            with whole.prepared():
+                selected = select_on(whole, batches_of_run(loaded, run_options)[2], select, seed)[1:]
+        selection, request = selected
     store = store_of(loaded, request, device, streams)
     scoring = _scoring_data(loaded, eval_data)  # a mistake in it is reported before calibration data are drawn
     if dry_run and request is None:
@@ -92,7 +99,8 @@ def prune_in_memory(
             )
         plan, foreseen = plan_of(store, request, batches, within), None
         if store.whole and batches:
-            foreseen = foresee(store, request, batches, within)
+            collected, selection, request = examined(store, batches, select, seed)
+            foreseen = foresee(store, request, collected, within)
         if current().first:
             show_layers(request, selection.skipped, as_json, plan, foreseen)
         return None

@@ -143,12 +143,7 @@ def prune(
 
     normed = normed_weights(store.model)
     with torch.inference_mode(False), store.prepared():
-        # Selected before any data are read, so that wrong arguments are reported first.
-        selected = _before_observation(store, select)
-        collected = store.collect_batches(data)
-        if store.observe(collected, seed) or selected is None:
-            selected = select()
-        selection, request = selected
+        collected, selection, request = select_on(store, data, select, seed)
         require_exact(request.patterns, normed)
         with ProgressBar.shown(progress and first) as bar:
             every_callback = Callbacks([*listeners, *bar])
@@ -157,11 +152,9 @@ def prune(
                 every_callback.on_note(f"{parsed}: {request.pattern.bits:.3f} bits for each of {weights:,} weights.")
             # The dense copy is made inside: with a key-value cache it would grow each time one of its blocks is run.
             with evaluating(store.model) as frozen, seeded(store.model, seed):
-                selection = store.check(collected, selection, holdout)
+                selection, request = _checked(store, collected, selection, request)
                 require_memory(chosen.network_solver, selection.layers, chosen.rounds, collected, holdout, store.device)
-                request = replace(
-                    request, patterns={layer: request.patterns[layer] for layer in selection.layers}, within=seconds
-                )
+                request = replace(request, within=seconds)
                 # Weights in files have no mark of their own. Of shared memory only the pruned parameter takes steps.
                 frozen = frozen | overlapping(store.model).keys() if store.in_memory else frozenset()
                 opened = None
@@ -212,7 +205,47 @@ def _in_time(
     return opened, form_of(request.recipe, request.pattern, chosen["form"]), note
 
 
-def _before_observation(
+def examined(
+    store: Store, data: Iterable[Batch], select: Callable[[], tuple[Selection, Request]], seed: int
+) -> tuple[list[Batch], Selection, Request]:
+    """The batches, the layers and the request as a run has them after its checks of the data.
+
+    Args:
+        store: of the model, which is in memory and is not changed.
+        data: calibration data.
+        select: chooses among the layers that are known, and says what is asked of them.
+        seed: of the run.
+
+    Raises:
+        IOBSError: as `prune`.
+    """
+    with torch.inference_mode(False), store.prepared():
+        collected, selection, request = select_on(store, data, select, seed)
+        with evaluating(store.model), seeded(store.model, seed):
+            return collected, *_checked(store, collected, selection, request)
+
+
+def select_on(
+    store: Store, data: Iterable[Batch], select: Callable[[], tuple[Selection, Request]], seed: int
+) -> tuple[list[Batch], Selection, Request]:
+    """Collect the data, and choose among the layers that classes or a forward pass show; arguments as `examined`.
+
+    The choice comes before any data are read where it can, so that wrong arguments are reported first.
+    """
+    selected = before_observation(store, select)
+    collected = store.collect_batches(data)
+    if store.observe(collected, seed) or selected is None:
+        selected = select()
+    return collected, *selected
+
+
+def _checked(store: Store, batches: list[Batch], selection: Selection, request: Request) -> tuple[Selection, Request]:
+    """Check the batches on the model; the selection and the request without layers that it changes beforehand."""
+    selection = store.check(batches, selection, request.holdout)
+    return selection, replace(request, patterns={layer: request.patterns[layer] for layer in selection.layers})
+
+
+def before_observation(
     store: Store, select: Callable[[], tuple[Selection, Request]]
 ) -> tuple[Selection, Request] | None:
     """The selection among layers that classes show; None if it may be another with layers that an observation shows.
