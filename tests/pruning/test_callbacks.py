@@ -91,7 +91,7 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal(capsys, monkeypa
     iobs.prune(model, data, 0.5, "one-shot", progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert any(re.match(r"fc2: \d+ %, about .+ left, memory [\d.]+ [MG]B", line) for line in lines)
-    assert lines[-1].startswith("fc3: 100 %")
+    assert lines[-1].startswith("losses: 1 of 1: 100 %")
 
 
 def test_a_log_gets_lines_during_a_long_step(monkeypatch):
@@ -115,5 +115,5 @@ def test_progress_is_a_bar_on_a_terminal():
     model, data = menagerie.build("perceptron")
     with Steps("pruning", console) as steps:
         iobs.prune(model, data, 0.5, "one-shot", callbacks=[ProgressBar(steps, "mine, ")])
-    assert "mine, fc3" in out.getvalue()
+    assert "mine, losses: 1 of 1" in out.getvalue()
     assert " left" in out.getvalue()

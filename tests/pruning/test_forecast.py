@@ -146,7 +146,8 @@ def layers(count, rows, columns):
 def forecast_of(recipe, depth, **changes):
     """The forecast of a run of a model with `depth` blocks of four layers, and equal prices of everything."""
     every = layers(4 * depth, 64, 64)
-    work = cost.Work(every, 100, 1000, 0.1, depth, 50.0, cost.inputs_by_width(every, depth), 10**6, **changes)
+    sizes = {"held_out": 0.1, "blocks": depth, "step": 50.0, "inputs": cost.inputs_by_width(every, depth)} | changes
+    work = cost.Work(every, 100, 1000, model_bytes=10**6, **sizes)
     decided = Decisions(recipe.rounds, None, blocks=recipe.blocks)
     return cost.forecast(work, cost.Prices(1e-3 * depth, 1e-9, 1e-9, 2e-9, 1e-3, byte=1e-9), recipe, decided)
 
@@ -206,6 +207,11 @@ def test_forecast_of_units_counts_the_effects_of_widths():
         seconds[name] = cost.forecast(work, cost.Prices(1e-3, 1e-9, 1e-9, 2e-9), recipe, decided, pattern).phases
     assert seconds["fast"].pop("allocation") > 1e-3 * 4 * 4 * 25  # trials: sites, widths, samples that judge
     assert seconds["fast"] == pytest.approx(seconds["one-shot"])
+
+
+def test_losses_take_passes_of_held_out_samples():
+    times = {held: forecast_of(iobs.Recipe.preset("one-shot"), 4, whole=True, held_out=held) for held in (0.1, 0.2)}
+    assert times[0.2].phases["losses"] == pytest.approx(2 * times[0.1].phases["losses"])
 
 
 def test_batches_are_counted_as_they_are_given():

@@ -387,6 +387,9 @@ def measured(workspace: Workspace, record: RoundRecord, samples: Samples, began:
     if workspace.scoring is not None:
         record.loss_calibration = workspace.scoring.measure(workspace.scoring.comparable(samples))
         record.loss_heldout, record.scores = workspace.scoring.measure_heldout()
+        workspace.callbacks.on_measure(
+            "losses", record.index + 1, max(record.index + 1, workspace.decided.rounds.count)
+        )
     record.seconds = time.perf_counter() - began
     workspace.callbacks.on_round(record)
     return record

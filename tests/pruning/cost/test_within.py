@@ -3,7 +3,9 @@
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from menagerie import SmallTransformer, token_batches
@@ -152,6 +154,19 @@ def foresight_of(model, data, recipe, pattern=0.5):
         return Foresight.of(store, Request(recipe, patterns, pattern, 0.1, 0, None), data)
 
 
+def test_scores_of_a_vocabulary_take_part_where_the_whole_model_runs(monkeypatch):
+    """They were counted in every pass along the blocks, and losses as passes of all samples: 2.8 times the time."""
+    clock = [0.0]
+    monkeypatch.setattr(prices, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    model = families.LANGUAGE_MODELS["llama"][0]().eval()
+    model.model.layers[0].register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 1.0))
+    model.lm_head.register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 3.0))
+    foresight = foresight_of(model, families.language_batches(), iobs.Recipe.preset("one-shot"))
+    assert foresight.prices.head == pytest.approx(3 * foresight.prices.forward)
+    added = {name for name, entry in foresight.workload.inputs.items() if entry.added}
+    assert added == {layer.name for layer in foresight.workload.layers if layer.name.endswith(("o_proj", "down_proj"))}
+
+
 def test_a_limit_of_time_counts_the_rounds_that_a_run_may_add(network):
     recipe = iobs.Recipe.preset("best")
     foresight = foresight_of(*network, recipe)
@@ -228,9 +243,9 @@ def test_layers_with_a_pattern_by_a_rule_have_no_curves(network):
     selection = driver.selected_for(store, pattern, None, None, False)
     _, request = driver.requested(model, recipe, pattern, selection, 0.1, 0, None)
     with evaluating(model):
-        (curves, *_) = Foresight.of(store, request, data).forecast(recipe).parts
+        curves, _, losses = Foresight.of(store, request, data).forecast(recipe).parts
     iobs.prune(model, data, pattern, recipe, callbacks=[listener])
-    assert [curves.name] * curves.units == tasks == ["error curves of layers"] * 2
+    assert [curves.name] * curves.units + [losses.name] == tasks == ["error curves of layers"] * 2 + ["losses"]
 
 
 class Quiet(SmallTransformer):
@@ -251,7 +266,7 @@ def test_without_gradients_nothing_is_divided_and_no_curve_is_foretold():
     times = [each.forecast(form).phases["allocation"] for each, form in ((foresight, recipe), (foresight, uniform))]
     assert times[0] == times[1] < priced.forecast(recipe).phases["allocation"]
     iobs.prune(Quiet(), token_batches(), 0.5, recipe, callbacks=[listener])
-    assert not tasks
+    assert tasks == ["losses"]
 
 
 @pytest.mark.parametrize("kind", [Quiet, SmallTransformer])

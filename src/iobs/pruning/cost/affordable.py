@@ -185,11 +185,13 @@ class ObservedInput:
         group: key of its input; modules with the same input have the same key.
         rows: rows of all its inputs.
         unfolded: it is a convolution.
+        added: its outputs are added to a residual stream.
     """
 
     group: object
     rows: float
     unfolded: bool
+    added: bool = False
 
 
 @contextmanager

@@ -37,8 +37,8 @@ class Rates:
     memory: float = float("inf")
     inner: float | None = None
 
-    def prices(self, weights: int) -> Prices:
-        """The prices of the work on a network whose blocks have this number of weights."""
+    def prices(self, weights: int, head: int) -> Prices:
+        """The prices of the work on a network whose blocks, and whose head, have these numbers of weights."""
         return Prices(
             forward=2.0 * weights / self.product,
             gram=1 / (self.inner or self.solve),
@@ -46,6 +46,7 @@ class Rates:
             double=1 / (self.double or self.solve / 2),
             update=UPDATE_BYTES / self.memory,
             byte=1 / self.transfer,
+            head=2.0 * head / self.product,
         )
 
 
@@ -198,12 +199,12 @@ def need(
         step,
         inputs_by_width(network.layers, network.blocks),
         network.itemsize * network.weights,
-        network.vocabulary * sizes.width,
         ranks=machine.count,
     )
     streams = held.streams * size * workload.swept(recipe).positions * sizes.width // machine.count
     rates = machine.rates if size < 4 else replace(machine.rates, product=machine.rates.solve)
     decided = Decisions(Rounds(), None, blocks=fit)
-    phases = forecast(workload, rates.prices(workload.weights), recipe, decided).phases
+    prices = rates.prices(workload.weights, network.vocabulary * sizes.width)
+    phases = forecast(workload, prices, recipe, decided).phases
     kept = held.masters * workload.weights + moment_bytes(network.layers, recipe, Unstructured(0.5))
     return Need(machine, peak_bytes, streams + kept, phases)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iobs.core.column_groups import Groups
 from iobs.core.integers import least_bits
@@ -22,6 +23,7 @@ from iobs.core.patterns import Pattern, Rate, Unstructured
 from iobs.core.structured import Structured
 from iobs.errors import CalibrationError, IOBSError, PatternError, ProblemError
 from iobs.pruning.baselines import BlockFisher, gradient_rows, method_of
+from iobs.pruning.calibration.additions import captured_additions
 from iobs.pruning.calibration.blocks import Block
 from iobs.pruning.calibration.gram import POSITIONS, WIDE, Gram, Statistics, relative_output_error
 from iobs.pruning.calibration.replay import BEFORE, Stream
@@ -73,7 +75,9 @@ def measure(
     batch = steps[0]
     positions, count = sum(map(batches.position_count, data.batches)), batches.position_count(batch)
     with torch.no_grad(), full_precision():
-        passes = _pass_whole(store, layers, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
+        passes = (
+            _pass_whole(store, layers, chain, batch) if store.whole else _pass_by_blocks(store, layers, chain, batch)
+        )
         vocabulary, width = stated_sizes(store.model, "vocab_size", "hidden_size")
         needs_prices = store.whole and divides(request.recipe, request.pattern)
         workload = Work(
@@ -85,7 +89,6 @@ def measure(
             step=sum(map(batches.position_count, steps)) / len(steps),
             inputs=passes.inputs(layers, count),
             model_bytes=sum(value.nbytes for _, value in store.state()),
-            head=0 if store.whole else vocabulary * width,
             whole=store.whole,
             by_position=passes.by_position,
             priced=not needs_prices or _has_gradient(store, layers, chain, batch),
@@ -101,7 +104,9 @@ def measure(
         else:
             prices = Prices(0.0, 0.0, 0.0, 0.0, stage=_price_of_stage(store, request, solver, data, held_out))
     byte = passes.bringing / workload.model_bytes
-    return workload, replace(prices, forward=passes.seconds / count, byte=byte)
+    forward = (passes.seconds - passes.outside) / count
+    head = passes.outside / count if store.whole else forward * vocabulary * width / workload.weights
+    return workload, replace(prices, forward=forward, head=head, byte=byte)
 
 
 def _has_gradient(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> bool:
@@ -137,12 +142,14 @@ class Passes:
 
     Attributes:
         seconds: of a pass through all blocks, or through the whole model if it is in memory.
+        outside: of these, those outside the blocks.
         bringing: seconds to bring all blocks to the device.
         observed: inputs of the layers, by path of the module.
         by_position: True if a model in memory gives an output for every position of text.
     """
 
     seconds: float = 0.0
+    outside: float = 0.0
     bringing: float = 0.0
     observed: dict[str, ObservedInput] = field(default_factory=dict)
     by_position: bool = False
@@ -157,23 +164,68 @@ class Passes:
             entry = self.observed[layer.path]
             rows = entry.rows / positions
             if layer.expert is None:
-                inputs[layer.name] = LayerInput(rows, groups.count(group), entry.unfolded)
+                inputs[layer.name] = LayerInput(rows, groups.count(group), entry.unfolded, entry.added)
             else:  # a token goes to about two experts
                 inputs[layer.name] = LayerInput(rows * min(1.0, 2 / experts))
         return inputs
 
 
-def _pass_whole(store: Store, layers: Sequence[Layer], batch: Batch) -> Passes:
+def _pass_whole(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> Passes:
     """A pass of the whole model."""
     outputs: list[object] = []
-    with observing_inputs(store.model, layers, POSITIONS) as observed:
-        seconds = timed(lambda: outputs.append(batches.forward(store.model, batch)), store.device, 1)
-    output = outputs.pop()
-    by_position = bool(tensors_of(output)) and is_by_position(logits(output), batch)
-    del output  # scores of a large vocabulary
-    if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
-        seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
-    return Passes(seconds, 0.0, observed, by_position)
+    outside: list[float] = []
+    with _timing_outside(store, chain, outside):
+        with _observing(store.model, layers) as observed:
+            seconds = timed(lambda: outputs.append(batches.forward(store.model, batch)), store.device, 1)
+        output = outputs.pop()
+        by_position = bool(tensors_of(output)) and is_by_position(logits(output), batch)
+        del output  # scores of a large vocabulary
+        if seconds < _LONG or store.device.type != "cpu":  # otherwise a further pass says little more
+            seconds = timed(lambda: batches.forward(store.model, batch), store.device, most=_MOST_CALLS)
+    return Passes(seconds, min(outside, default=0.0), 0.0, observed, by_position)
+
+
+@contextmanager
+def _observing(model: nn.Module, layers: Sequence[Layer]) -> Iterator[dict[str, ObservedInput]]:
+    """Observe the inputs of layers, by path of their module, and which outputs are added to a residual stream."""
+    with observing_inputs(model, layers, POSITIONS) as observed:
+
+        def note(layer: Layer, _: Tensor) -> None:
+            observed[layer.path].added = True
+
+        with captured_additions(model, layers, note):
+            yield observed
+
+
+@contextmanager
+def _timing_outside(store: Store, chain: list[Block], seconds: list[float]) -> Iterator[None]:
+    """Append the seconds that every forward pass inside the context takes before and after the blocks; if there are."""
+    if not chain:
+        yield
+        return
+    moments: list[float] = []
+
+    def note(*_: object) -> None:
+        if store.device.type != "cpu":
+            torch.accelerator.synchronize(store.device)
+        moments.append(time.perf_counter())
+
+    def end(*_: object) -> None:
+        note()
+        began, entered, left, ended = moments[0], moments[1], moments[-2], moments[-1]
+        seconds.append(entered - began + ended - left)
+        moments.clear()
+
+    first, last = (store.model.get_submodule(block.path) for block in (chain[0], chain[-1]))
+    with ExitStack() as stack:
+        for handle in (
+            store.model.register_forward_pre_hook(note),
+            first.register_forward_pre_hook(note),
+            last.register_forward_hook(note),
+            store.model.register_forward_hook(end),
+        ):
+            stack.callback(handle.remove)
+        yield
 
 
 def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], batch: Batch) -> Passes:
@@ -194,7 +246,7 @@ def _pass_by_blocks(store: Store, layers: Sequence[Layer], chain: list[Block], b
         members = [layer for layer in layers if block.holds(layer.path)]
         if images or kind not in first:
             bringing = timed(partial(store.enter, stage), store.device, 1)
-            with observing_inputs(store.model, members, POSITIONS) as observed:
+            with _observing(store.model, members) as observed:
                 output = stream.run(stage, 0)
             seconds = timed(partial(stream.run, stage, 0), store.device)
             store.release(stage)

@@ -28,6 +28,7 @@ from iobs.pruning.layerwise.problem import (
     solves_by_rows,
     weighs_rows,
 )
+from iobs.pruning.layerwise.projection import TARGETS
 from iobs.pruning.network.layers import Layer
 from iobs.pruning.plan.allocate import ENOUGH_OUTPUTS, can_keep_grams
 from iobs.pruning.plan.counts import LEVELS, under_pattern
@@ -54,7 +55,7 @@ from iobs.solvers.successive_rounding import carried_operations
 # Measured shares, in forward passes (LOG.md, "Times foretold"): of the whole network if nothing else is said.
 STEP_PASSES = 4  # a gradient step on its samples: of the dense network, forward, and backward
 NETWORK_STEP = 5.0  # a step of the whole network block by block, which runs every block forward twice
-_LOSSES = 2  # the dense outputs, and the loss of a round
+_LOSSES = 4  # of a round: dense and pruned, on the held-out samples and on as many others; half of it without these
 _GROUP = 0.25  # of a block: the rest of it, which a group of layers with one input runs
 _FISHER_PASSES = 5  # of a sample: forward twice, and backward to the outputs of layers and their inputs
 _SAMPLED = 3.0  # a window that is sampled token by token
@@ -75,11 +76,13 @@ class LayerInput:
         rows: rows of the input for a position of the data: 1 for text, the output's positions for a convolution.
         readers: number of the layers that read it, such as 3 for q, k and v.
         unfolded: it is the unfolded input of a convolution.
+        added: outputs of the layer are added to a residual stream.
     """
 
     rows: float = 1.0
     readers: float = 1.0
     unfolded: bool = False
+    added: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Prices:
     """Seconds of the pieces of the work on one machine.
 
     Args:
-        forward: of a position of the data in a forward pass.
+        forward: of a position of the data in a forward pass: through all blocks, or through a model without any.
         gram: of an operation in the products of layer inputs.
         solve: of an operation of a solve in float32.
         double: of an operation of a solve in float64.
@@ -96,6 +99,7 @@ class Prices:
         update: of one weight in the update of an optimizer, besides the passes of the step.
         byte: of a byte of a block that is brought to the device; 0 if the model is there.
         stage: of a stage of a solver of the whole network; 0 if it is not known.
+        head: of a position in what lies outside the blocks, such as the scores of a vocabulary.
         of_curves: prices of the solves that measure damages of layers; None: as those of the run.
         measured: of whole solves, by name of the layer; other layers are priced by their operations.
     """
@@ -109,8 +113,14 @@ class Prices:
     update: float = 0.0
     byte: float = 0.0
     stage: float = 0.0
+    head: float = 0.0
     of_curves: Prices | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> float:
+        """Seconds of a position of the data in a forward pass through the whole model."""
+        return self.forward + self.head
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,6 @@ class Work:
         step: positions of a gradient step on one rank.
         inputs: of the layers, by name; layers that are missing get no input.
         model_bytes: size of all weights.
-        head: number of weights behind the blocks that a step of the network runs too, if `forward` is without them.
         whole: the whole model is in memory.
         by_position: a model in memory gives an output for every position of text; False: one for each sample.
         priced: the outputs of the model have gradients, which price the errors of rows.
@@ -146,7 +155,6 @@ class Work:
     step: float
     inputs: Mapping[str, LayerInput]
     model_bytes: int = 0
-    head: int = 0
     whole: bool = False
     by_position: bool = False
     priced: bool = True
@@ -334,13 +342,14 @@ def forecast(
         *_allocation(workload, prices, recipe, pattern, fit),
         *_block_rates(workload, prices, pattern, fit),
         Part("layers", rounds * count, mean, phases=phases),
+        *([Part("losses", rounds, _losses(workload, prices))] if workload.whole else []),
         *_network_steps(workload, prices, fit),
         *_fine_tuning(workload, prices, decided),
     )
     if decided.finetune is not None or decided.rounds.finetune is not None:
         sampled += sampled_by_steps
     if sampled:
-        seconds = _SAMPLED * prices.forward * workload.length
+        seconds = _SAMPLED * prices.whole * workload.length
         parts = (*parts, Part("windows of sampled text", sampled, seconds, once=True))
     return Forecast(parts, weights)
 
@@ -349,9 +358,10 @@ def _of_whole_network(workload: Work, prices: Prices, solver: NetworkSolver, dec
     """The stages of a solver of the whole network, losses, and gradient steps; nothing without labels."""
     if not prices.stage:
         return Forecast(())
-    losses = _LOSSES * (1 + decided.rounds.count) * _one_pass(workload, prices)
-    stages = Part("stages of the whole network", decided.rounds.count * solver.stages, prices.stage)
-    return Forecast((stages, Part("forward passes", 1, losses), *_fine_tuning(workload, prices, decided)))
+    rounds = decided.rounds.count
+    stages = Part("stages of the whole network", rounds * solver.stages, prices.stage)
+    losses = Part("losses", rounds, _losses(workload, prices))
+    return Forecast((stages, losses, *_fine_tuning(workload, prices, decided)))
 
 
 def _round(
@@ -372,6 +382,11 @@ def _one_pass(workload: Work, prices: Prices) -> float:
     return prices.forward * workload.positions / workload.ranks
 
 
+def _losses(workload: Work, prices: Prices) -> float:
+    """Seconds of the losses of a round, on one rank."""
+    return _LOSSES * (workload.held_out or 0.5) * prices.whole * workload.positions / workload.ranks
+
+
 def _passes_of_groups(workload: Work, prices: Prices, in_steps: bool = False) -> float:
     """Seconds of the passes that give all groups of layers with one input their Gram, of one stream.
 
@@ -386,7 +401,7 @@ def _passes_of_groups(workload: Work, prices: Prices, in_steps: bool = False) ->
     return workload.groups * (_GROUP * _one_pass(workload, prices) / workload.blocks + _GROUP_CALL * calls)
 
 
-def _gram_seconds(workload: Work, prices: Prices, layer: Layer, products: int, positions: float) -> float:
+def _gram_seconds(workload: Work, prices: Prices, layer: Layer, products: float, positions: float) -> float:
     """Seconds of the Grams of a layer, its share of those of all readers of its input."""
     entry = workload.inputs.get(layer.name)
     if entry is None:
@@ -400,7 +415,7 @@ def _layers(
     workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern, fit: BlockFit | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Seconds of one round: by phase for all layers together, and by name and phase for single layers."""
-    pairs = recipe.target != "layer"
+    pairs, drifts = recipe.target != "layer", TARGETS[recipe.target].drift and recipe.inputs != "dense"
     weighed = recipe.weighs_rows_of(workload.length)
     streams = 2 if pairs or recipe.inputs == "dense" else 1
     masks = 1 if fit is None else fit.masks  # projections, of which the first alone compares with the dense model
@@ -408,8 +423,7 @@ def _layers(
     shared = {
         "reading and writing": (streams + 1) * workload.model_bytes * prices.byte,
         "forward passes": (streams + masks - 1) * _passes_of_groups(workload, prices, fit is not None)
-        + (0 if fit else streams) * one_pass
-        + (_LOSSES * one_pass if workload.whole else 0),
+        + (0 if fit else streams) * one_pass,
     }
     if fit is not None:
         taken = fit.window * fit.steps + (fit.masks - 1) * fit.between
@@ -432,7 +446,9 @@ def _layers(
             together=together if weighed and couples(layer, settings, pattern) else None,
         )
         first, later = (replace(solves, pairs=compares).seconds(layer, readers) for compares in (pairs, False))
-        products = (2 * streams - 1) + masks - 1
+        products = (2 * streams - 1) + masks - 1.0
+        if drifts and workload.inputs.get(layer.name, LayerInput()).added:  # one product with targets, not two
+            products += layer.shape[0] / layer.groups / layer.shape[1] - 2
         by_layer[layer.name] = {
             "Grams": _gram_seconds(workload, prices, layer, products, workload.positions),
             "solves": first + (masks - 1) * later,
@@ -452,7 +468,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     workload = replace(workload, layers=divided or workload.layers)
     if allocation.criterion == "uniform" and not weighs_rows(recipe, pattern):
         return []
-    pieces = {"allocation": _FISHER_PASSES * prices.forward * workload.length * _priced_samples(workload)}
+    pieces = {"allocation": _FISHER_PASSES * prices.whole * workload.length * _priced_samples(workload)}
     if allocation.criterion != "uniform":
         fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
         tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
@@ -467,7 +483,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
             else:
                 solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
             if judges:  # a trial of the layer with all its rows
-                solves += of_layer.seconds(layer) + _FRAGMENTS * judges * prices.forward
+                solves += of_layer.seconds(layer) + _FRAGMENTS * judges * prices.whole
             grams += _gram_seconds(workload, prices, layer, 1, tokens)
         passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
         # Bits are divided by the spreads of layers alone, without solves.
@@ -484,7 +500,7 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
         and judges * workload.length >= ENOUGH_OUTPUTS
     )
     if searched and allocation.generations:
-        move = 2 * single / len(workload.layers) + judges * prices.forward * workload.length
+        move = 2 * single / len(workload.layers) + judges * prices.whole * workload.length
         search = "moves of weights between layers"
         parts.append(Part(search, allocation.generations, move, once=True, phases={"allocation": move}))
     return parts
@@ -499,7 +515,7 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
     judges = _judges_of_trials(workload, trials)
     passes = _FISHER_PASSES * _priced_samples(workload) + _FRAGMENTS * judges * (workload.sites * levels + 1)
-    seconds = prices.forward * workload.length * passes
+    seconds = prices.whole * workload.length * passes
     seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
     for layer in workload.layers:
         seconds += _gram_seconds(workload, prices, layer, 1, share * workload.positions)
@@ -543,11 +559,7 @@ def _network_steps(workload: Work, prices: Prices, fit: BlockFit | None) -> list
     """The steps of the whole network, block by block, and the trials of their rate."""
     if fit is None or not fit.network_steps:
         return []
-    step = (
-        NETWORK_STEP * prices.forward * workload.step * (1 + workload.head / workload.weights)
-        + prices.update * workload.weights
-        + _STEP_CALL * workload.blocks
-    )
+    step = NETWORK_STEP * prices.whole * workload.step + prices.update * workload.weights + _STEP_CALL * workload.blocks
     step += prices.byte * (2 * workload.model_bytes + _MASTER_BYTES * workload.weights)
     phase = "steps of the network"
     parts = [Part("steps of the whole network", fit.network_steps, step, phases={phase: step})]
@@ -565,7 +577,7 @@ def _fine_tuning(workload: Work, prices: Prices, decided: Decisions) -> list[Par
     fit, parts = workload.fit, []
 
     def seconds(step: FineTune) -> float:
-        return STEP_PASSES * prices.forward * workload.length * samples_of_step(step, fit) + _STEP_CALL
+        return STEP_PASSES * prices.whole * workload.length * samples_of_step(step, fit) + _STEP_CALL
 
     between, after = decided.rounds.finetune, decided.finetune
     trials = [(most_trial_steps(step), seconds(step)) for step in steps_with_trials(decided)]
