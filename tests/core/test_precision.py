@@ -80,6 +80,18 @@ def test_attention_has_all_bits_and_comes_back(positions, grad, monkeypatch):
             assert nn.functional.scaled_dot_product_attention(query, key, value) == "another"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_attention_of_ragged_batches_is_left_to_torch():
+    """A nested tensor has no length that can be compared."""
+    attention = nn.functional.scaled_dot_product_attention
+    ragged = [torch.randn(length, 2, 8) for length in (3, 5)]
+    query = torch.nested.nested_tensor(ragged, layout=torch.jagged).transpose(1, 2)
+    expected = attention(query, query, query)
+    with full_precision():
+        found = nn.functional.scaled_dot_product_attention(query, query, query)
+    torch.testing.assert_close(found.values(), expected.values())
+
+
 def test_the_settings_of_the_user_come_back_after_an_error(user):
     @full_precision()
     def fails():
