@@ -3,11 +3,12 @@
     python benchmarks/language_models.py [MODEL] [--patterns 0.5 0.6 0.7 2:4 4:8] [--methods NAME...]
 
 MODEL is a directory of transformers; by default SmolLM2-135M as `real_models.py smollm2` beside zoo.py makes it.
-Calibration: the first 64 windows of 512 tokens of C4, or fewer. Judged on 32 windows of 1,024 tokens each of WikiText-2
-(test) and of other documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone. Peers are written
-here or in the library and run by the same evaluation; "divided" peers take our division among layers and rows. The
-choice of D2Prune (Xiong et al., 2026) is that of its authors for OPT: keys lose entries by Wanda and are not updated.
-Its further term in the score of an entry, with the scale that they give, is less than a thousandth of SparseGPT's.
+Calibration: the first 64 windows of 512 tokens of C4, or as many as a row says. Judged on 32 windows of 1,024 tokens
+each of WikiText-2 (test) and of other documents of C4, in float32. One thread; processor seconds of `iobs.prune` alone.
+Peers are written here or in the library and run by the same evaluation; "divided" peers take our division among layers
+and rows. The choice of D2Prune (Xiong et al., 2026) is that of its authors for OPT: keys lose entries by Wanda and are
+not updated. Its further term in the score of an entry, with the scale that they give, is less than a thousandth of
+SparseGPT's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from iobs.pruning.recipe import Recipe, Rule
 MODEL = Path.home() / ".cache" / "iobs-real-models" / "smollm2"
 WINDOWS, LENGTH, BATCH = 64, 512, 4
 JUDGED, JUDGED_LENGTH = 32, 1024
+JUDGES = 300  # last documents of C4, which no method sees
 PATTERNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
 DENSE = "dense"
 OUTLIER, SPREAD = 5.0, 0.08  # of OWL: times the mean score, and the largest change of a block's share
@@ -86,8 +88,8 @@ METHODS: dict[str, Recipe | str | Callable[[nn.Module, list[Batch], str], Recipe
     "fast": "fast",
     "best": "best",
 }
-FEWER_WINDOWS = {f"one-shot, {windows} windows": windows for windows in (8, 16, 32)}
-METHODS |= dict.fromkeys(FEWER_WINDOWS, "one-shot")
+WINDOWS_OF = {f"one-shot, {windows} windows": windows for windows in (8, 16, 32, 128, 256)}
+METHODS |= dict.fromkeys(WINDOWS_OF, "one-shot")
 WITHIN = {"best, within an hour": "60min"}
 METHODS |= dict.fromkeys(WITHIN, "best")
 BY_MKL = {f"{method}, products by MKL": METHODS[method] for method in ("SparseGPT", "one-shot")}
@@ -95,7 +97,7 @@ METHODS |= BY_MKL
 QUICK = ("magnitude", "Wanda", "SparseGPT", "one-shot")
 
 
-def texts(model: Path, data: Path) -> dict[str, Tensor]:
+def texts(model: Path, data: Path, windows: int = WINDOWS) -> dict[str, Tensor]:
     """Token windows: "calibration" (windows, `LENGTH`); "WikiText-2" and "C4" (windows, `JUDGED_LENGTH`); int64."""
     from transformers import AutoTokenizer
 
@@ -116,9 +118,9 @@ def texts(model: Path, data: Path) -> dict[str, Tensor]:
         documents = [json.loads(line)["text"] for line in file]
     wiki = (data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf8")[:400_000]
     return {
-        "calibration": packed(documents, WINDOWS, LENGTH),
+        "calibration": packed(documents[:-JUDGES], windows, LENGTH),
         "WikiText-2": packed([wiki], JUDGED, JUDGED_LENGTH),
-        "C4": packed(documents[-300:], JUDGED, JUDGED_LENGTH),
+        "C4": packed(documents[-JUDGES:], JUDGED, JUDGED_LENGTH),
     }
 
 
@@ -150,7 +152,7 @@ def measure(folder: Path, method: str, pattern: str, text: dict[str, Tensor]) ->
     model = models.load(str(folder), dtype=torch.float32).module
     row: Row = {"zeros": 0.0, "seconds": 0.0, "processor_seconds": 0.0}
     if method != DENSE:
-        calibration = text["calibration"][: FEWER_WINDOWS.get(method)]
+        calibration = text["calibration"][: WINDOWS_OF.get(method, WINDOWS)]
         batches = [{"input_ids": windows} for windows in calibration.split(BATCH)]
         row = pruned(model, batches, method, pattern)
     return row | {name: perplexity(model, text[name]) for name in ("WikiText-2", "C4")}
@@ -213,7 +215,8 @@ def main() -> None:
     if not is_model(given.model, "language models"):
         return
     torch.set_num_threads(1)
-    rows, text = Rows("language_models", ("method", "pattern"), again=given.again), texts(given.model, given.data)
+    rows = Rows("language_models", ("method", "pattern"), again=given.again)
+    text = texts(given.model, given.data, max(WINDOWS, *(WINDOWS_OF.get(method, 0) for method in given.methods)))
     methods, patterns = (list(QUICK), ["0.5"]) if given.quick else (given.methods, given.patterns)
     for method, pattern in wanted(methods, patterns):
         if not rows.has(method=method, pattern=pattern):
