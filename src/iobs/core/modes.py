@@ -63,8 +63,8 @@ def _attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     torch's kernel multiplies small tiles one by one. At 65 patches of a picture oneDNN takes four times as long for
     them as MKL, which cannot be chosen for the backward pass alone (LOG.md).
     """
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or not isinstance(query, Tensor)
-    if not _depth or traced or query.is_nested or query.device.type != "cpu":
+    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if not _depth or traced or not isinstance(query, Tensor) or query.is_nested or query.device.type != "cpu":
         return _usual_attention(query, key, *args, **kwargs)
     scores = query.shape[-2] * key.shape[-2]
     if scores >= _SHORT:

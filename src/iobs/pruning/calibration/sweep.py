@@ -246,17 +246,20 @@ class Sweep:
         used = streams[-1:] if self.dense_inputs else streams
         generator = torch.Generator().manual_seed(self.moments.seed)
         unpaired = torch.zeros(1, device=device)  # batches whose inputs have no partner
-        targets = layer.read(streams[-1].model) if shared.residuals and self._compares_residuals else None
+        dense = layer.read(streams[-1].model) if shared.residuals and self._compares_residuals else None
         grams = []
         # One after the other: finished Grams of wide layers take half of the memory of their sums.
         for heldout in (False, True) if self.heldout.batches else (False,):
-            gram = Gram.empty(layer, device, len(used) > 1, means=self.moments.means, outputs=targets is not None)
+            gram = Gram.empty(layer, device, len(used) > 1, means=self.moments.means, outputs=dense is not None)
             for index, held_out, number in self._numbered():
                 if held_out is heldout:
                     inputs = [captured(stream, stage, index, shared) for stream in used]
                     attended = outputs.attended(streams[0].model, streams[0].data[index])
-                    known = None if targets is None else _float32_outputs(streams[-1], layer, index)
-                    unpaired += not self._add(gram, inputs, layer, number, attended, generator, targets, known)
+                    targets = None
+                    if dense is not None:
+                        drift = drift_of([capture.residual for capture in inputs])
+                        targets = TargetOutputs(dense, _float32_outputs(streams[-1], layer, index), drift)
+                    unpaired += not self._add(gram, inputs, layer, number, attended, generator, targets)
             gram.sum_over(self.ranks)
             gram.finish()
             gram.park("heldout" if heldout else "calibration", self.residency.park)
@@ -276,26 +279,22 @@ class Sweep:
         number: int,
         attended: Tensor | None,
         generator: torch.Generator,
-        targets: Tensor | None,
-        known: Tensor | None,
+        targets: TargetOutputs | None,
     ) -> bool:
         """Add the inputs on one batch, by stream, to a Gram.
 
         Args:
             gram: of the layer.
-            inputs: of the layer and its residual.
+            inputs: of the layer.
             layer: the layer.
             number: of the caller's batch.
             attended: positions that are not padding, or None.
             generator: draws the positions of convolutions.
-            targets: (rows, columns) dense weights of a layer with target outputs, or None. Without two residuals of
-                one shape the target outputs are the dense ones.
-            known: the outputs of these weights, if they are computed; they need no second product.
+            targets: of a layer that has them, or None.
 
         Returns:
             False if the inputs have no partner.
         """
-        drift = None if targets is None else drift_of([capture.residual for capture in inputs])
         calls = [capture.calls for capture in inputs]
         paired = len({tuple(value.shape for _, value in calls_of_stream) for calls_of_stream in calls}) == 1
         calls = calls if paired else calls[:1]
@@ -304,19 +303,45 @@ class Sweep:
             positions = draw_positions(module, values[0], generator, self.moments.positions)
             if positions is None:  # not a convolution
                 values = [outputs.unpadded(value, attended) for value in values]
-                drift = None if drift is None else outputs.unpadded(drift, attended)
-                known = None if known is None else outputs.unpadded(known, attended)
+                targets = None if targets is None else targets.unpadded(attended)
             rows = [input_rows(layer, module, value, positions) for value in values]
             dense = rows[1] if len(rows) > 1 else None
             if dense is not None and targets is not None:
-                dense = layer_outputs(targets, dense) if known is None else output_rows(layer, known, positions)
-                dense = dense if drift is None else dense.add_(output_rows(layer, drift, positions))
+                dense = targets.rows(layer, dense, positions)
             gram.add(rows[0], dense)
             # The sums lack most positions of a convolution. Those of other layers show NaN and infinity sooner; they
             # may also come from products alone.
             if positions is not None or not gram.is_finite:
                 require_finite(values, layer, number)
         return paired
+
+
+@dataclass(frozen=True)
+class TargetOutputs:
+    """Target outputs of a layer that adds to a residual stream, on one batch: its dense outputs and the drift.
+
+    Args:
+        weight: (rows, columns) of the dense layer.
+        known: the outputs of this weight, if they are computed; they need no second product.
+        drift: of the residual; None without two residuals of one shape: the targets are the dense outputs.
+    """
+
+    weight: Tensor
+    known: Tensor | None
+    drift: Tensor | None
+
+    def unpadded(self, attended: Tensor | None) -> TargetOutputs:
+        """The targets without the positions that are padding."""
+        known, drift = (
+            None if value is None else outputs.unpadded(value, attended) for value in (self.known, self.drift)
+        )
+        return TargetOutputs(self.weight, known, drift)
+
+    def rows(self, layer: Layer, dense: Tensor, positions: Tensor | None) -> Tensor:
+        """The targets of dense inputs (groups, count, columns) at drawn positions, (groups, count, rows of a group)."""
+        known = None if self.known is None else output_rows(layer, self.known, positions)
+        targets = layer_outputs(self.weight, dense) if known is None else known
+        return targets if self.drift is None else targets.add_(output_rows(layer, self.drift, positions))
 
 
 def _float32_outputs(stream: Stream, layer: Layer, index: int) -> Tensor | None:
