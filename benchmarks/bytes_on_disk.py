@@ -161,7 +161,7 @@ def language_model(folder: Path, data: Path) -> Case:
         return {name: perplexity(forward, text[name]) for name in ("WikiText-2", "C4")}
 
     batches = [{"input_ids": windows} for windows in text["calibration"].split(4)]
-    return Case(module, batches, score, eight=("*embed_tokens*",), levels=(1.8, 2.7, 3.45, 4.5, 5.35))
+    return Case(module, batches, score, eight=("*embed_tokens*",), levels=(1.8, 2.7, 3.45, 4.5, 5.35), fitted=(1.8,))
 
 
 def cases(data: Path, folder: Path) -> dict[str, Callable[[], Case]]:

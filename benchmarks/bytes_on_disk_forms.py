@@ -47,6 +47,7 @@ class Case:
         score: quality of a form by name, from its `forward`.
         eight: names of tables that GGUF files keep in Q8_0, shell style.
         levels: bits of a parameter in our files.
+        fitted: those of the levels at which the recipe "fast" is run too, whose gradient steps follow the rounding.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class Case:
     score: Callable[[Forward], dict[str, float]]
     eight: tuple[str, ...] = ()
     levels: tuple[float, ...] = (8, 4, 3, 2.3)
+    fitted: tuple[float, ...] = ()
 
 
 class NotMadeError(Exception):
@@ -82,10 +84,10 @@ def dense(case: Case, folder: Path) -> Form:
     return Form(sum(one.nbytes for one in case.module.parameters()), case.module)
 
 
-def rated(level: float, case: Case, folder: Path) -> Form:
+def rated(level: float, recipe: str, case: Case, folder: Path) -> Form:
     """The whole file within some bits a parameter, by `iobs.Budget`."""
     module = copy.deepcopy(case.module)
-    iobs.prune(module, case.batches, iobs.Budget(bits_per_weight=level), "one-shot")
+    iobs.prune(module, case.batches, iobs.Budget(bits_per_weight=level), recipe)
     return packed(case, module, folder)
 
 
@@ -344,7 +346,8 @@ ONNX = ("dynamic int8", "8 32 sym", "4 32 sym", "4 32 asym", "4 128 asym")
 def forms(case: Case) -> dict[str, Callable[[Case, Path], Form]]:
     """Every form by name; the family is what stands before the first space."""
     made: dict[str, Callable[[Case, Path], Form]] = {"dense float32": dense}
-    made |= {f"iobs {level:g} bits": partial(rated, level) for level in case.levels}
+    made |= {f"iobs {level:g} bits": partial(rated, level, "one-shot") for level in case.levels}
+    made |= {f"iobs {level:g} bits, fast": partial(rated, level, "fast") for level in case.fitted}
     made |= {f"grid int{bits}": partial(gridded, bits) for bits in (4, 3)}
     made |= {f"GGUF {kind}": partial(gguf, kind, False) for kind in GGUF}
     made |= {f"GGUF {kind}, importances": partial(gguf, kind, True) for kind in GGUF_WEIGHTED}
