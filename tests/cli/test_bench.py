@@ -3,16 +3,18 @@
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from checks import one_error
 from torch import nn
 from typer.testing import CliRunner
 
 from iobs import models
 from iobs.cli import app, benching
-from iobs.cli.benching import Repetition, Timing, Workload, fastest_threads, repetition
+from iobs.cli.benching import Repetition, Timing, Workload, accepted_input, fastest_threads, repetition
 from iobs.errors import ModelError
 from iobs.inference import StoredLinear, cpu
 from iobs.inference.decoder import Decoder
@@ -130,6 +132,25 @@ def test_repetition_times_pictures_of_a_known_shape():
         repetition(loaded, workload("net"), False)
 
 
+def test_texts_are_timed_where_a_model_takes_token_ids_alone():
+    """Sentence encoders were refused, as if they were models of pictures."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_heads": 2, "num_layers": 1}
+    encoder = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=40, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    ).eval()
+    seen = []
+    encoder.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
+    loaded = LoadedModel(encoder, None, "net", "other", 6, lambda *_: None)
+    timing = repetition(loaded, workload("net"), False).run()
+    assert (timing.unit, timing.prompt_speed, timing.speed > 0) == ("texts/s", None, True)
+    assert seen == [(1, 6)] * 5  # at most the context
+    translator = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=40, **sizes)).eval()
+    with pytest.raises(ModelError, match=r"does not take token ids alone, and is not timed: .+"):
+        accepted_input(replace(loaded, module=translator), workload("net"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -165,7 +186,7 @@ def test_bench_takes_the_faster_number_of_threads(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     for speeds, best in (({1: 200.0, 4: 3.0}, 1), ({1: 20.0, 4: 60.0}, 4)):
         used.clear()
-        assert fastest_threads(lambda speeds=speeds: Timing(speeds[used[-1]], None)) == best
+        assert fastest_threads(lambda speeds=speeds: Timing("tokens/s", speeds[used[-1]])) == best
         assert used == [1, 4, best]
     monkeypatch.undo()
     assert torch.get_num_threads() == kept

@@ -33,15 +33,15 @@ def bench(
     trust_remote_code: options.TrustRemoteCode = False,
     talk: options.Talk,
 ) -> None:
-    """Measure tokens or images a second, bytes and memory on the CPU: dense, and with the zeros used.
+    """Measure tokens, images or texts a second, bytes and memory on the CPU: dense, and with the zeros used.
 
     The last dense form is stored as the model is, in 8 bits by default, but without zeros: what zeros give is what the
     model gains over it.
 
     Args:
         model (MODEL): A directory that iobs prune or iobs pack wrote.
-        tokens: New tokens, or images, of one repetition.
-        prompt: Tokens of the prompt.
+        tokens: New tokens of one repetition; images, or texts for an encoder.
+        prompt: Tokens of the prompt, or of each text.
         repetitions: Repetitions of each form, which take turns.
         precision (bf16|int8|int4): Fewest bits of a weight. A packed file keeps its own.
         beside (MODEL): Another model, such as the one before units were removed; both compute the same sample in
@@ -51,7 +51,7 @@ def bench(
         plot: Write a figure of the table (.svg).
 
     Examples:
-        iobs bench OUT  # tokens or images a second, bytes and memory: dense, and with the zeros used
+        iobs bench OUT  # tokens, images or texts a second, bytes and memory: dense, and with the zeros used
         iobs bench OUT --beside MODEL  # a model with fewer units beside the one before, in torch and ONNX Runtime
         iobs bench OUT.packed --tokens 64 --plot speed.svg --json  # a packed model, with a figure
     """

@@ -49,7 +49,7 @@ class Workload:
 
     Args:
         model: directory or name of the model.
-        tokens: new tokens of a text, or images, of one repetition.
+        tokens: new tokens of a text, or images or texts for an encoder, of one repetition.
         prompt: tokens of the prompt.
         shape: shape of one image; None: as the model says.
         precision: the fewest bits of a weight of the stored form.
@@ -71,7 +71,7 @@ class Repetition:
     """The work that is measured.
 
     Attributes:
-        run: generates a text, or computes images one by one, and returns the speed.
+        run: generates a text, or computes images or texts one by one, and returns the speed.
         own_bytes: bytes that it keeps beside the tensors of the model.
     """
 
@@ -81,10 +81,11 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Timing:
-    """One repetition: units a second, and prompt tokens a second (None for images)."""
+    """One repetition: its unit, units a second, and prompt tokens a second where a text is generated, or None."""
 
+    unit: str
     speed: float
-    prompt_speed: float | None
+    prompt_speed: float | None = None
 
 
 def measure_forms(
@@ -148,7 +149,7 @@ def _measure_together(
             yield RunningRow(
                 names[form],
                 statistics.median(timing.speed for timing in timings[form]),
-                "tokens/s" if prompts else "images/s",
+                timings[form][0].unit,
                 statistics.median(prompts) if prompts else None,
                 sizes[form],
                 peak.result(),
@@ -185,7 +186,7 @@ def _prepare(workload: Workload, model: str, form: str) -> tuple[str, dict[str, 
     else:
         dtype = getattr(torch, form) if form in DENSE else None
         loaded = load(model, dtype=dtype, trust_remote_code=workload.trust_remote_code)
-    example = None if loaded.task == "causal-lm" else image_of(loaded, workload)
+    example = None if loaded.task == "causal-lm" else accepted_input(loaded, workload)
     packed_precision = precision_of(loaded.module)
     if packed_precision is not None:
         workload = replace(workload, precision=packed_precision)
@@ -248,16 +249,16 @@ def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetit
     """The work of a loaded model."""
 
     if loaded.task != "causal-lm":
-        image = image_of(loaded, workload)
+        sample = input_of(loaded, workload)
+        unit = "texts/s" if isinstance(sample, dict) else "images/s"
 
-        def classify() -> Timing:
+        def compute() -> Timing:
             started = time.perf_counter()
-            with torch.no_grad():
-                for _ in range(workload.tokens):
-                    loaded.module(image)
-            return Timing(workload.tokens / (time.perf_counter() - started), None)
+            for _ in range(workload.tokens):
+                _called(loaded.module, sample)
+            return Timing(unit, workload.tokens / (time.perf_counter() - started))
 
-        return Repetition(classify)
+        return Repetition(compute)
     length = min(workload.prompt, (loaded.context or 1 << 30) - workload.tokens)
     if length < 1:
         raise ModelError(f"{workload.model} reads {loaded.context} tokens, fewer than the {workload.tokens} new ones.")
@@ -275,13 +276,34 @@ def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetit
         next(tokens)
         first = time.perf_counter()
         count = sum(1 for _ in tokens)
-        return Timing(count / (time.perf_counter() - first), length / (first - started))
+        return Timing("tokens/s", count / (time.perf_counter() - first), length / (first - started))
 
     forward = vars(loaded.module).get("forward")
     if decoder is None and isinstance(forward, FusedForward):
         # The first tokens of a text beyond the window take the step.
         return Repetition(generate, forward.own_bytes(length))
     return Repetition(generate, 0 if decoder is None else decoder.own_bytes)
+
+
+@torch.no_grad()
+def _called(module: nn.Module, sample: Tensor | dict[str, Tensor]) -> object:
+    """The output of a module for one sample."""
+    return module(**sample) if isinstance(sample, dict) else module(sample)
+
+
+def accepted_input(loaded: LoadedModel, workload: Workload) -> Tensor | dict[str, Tensor]:
+    """The sample of `input_of`, which the model takes.
+
+    Raises:
+        ModelError: it does not, as a model of text that needs more than token ids.
+    """
+    sample = input_of(loaded, workload)
+    try:
+        _called(loaded.module, sample)
+    except Exception as error:  # models refuse inputs in any way
+        kind = "token ids alone" if isinstance(sample, dict) else f"pictures of the shape {tuple(sample.shape[1:])}"
+        raise ModelError(f"{workload.model} does not take {kind}, and is not timed: {first_line(error)}") from error
+    return sample
 
 
 def image_of(loaded: LoadedModel, workload: Workload) -> Tensor:
@@ -298,8 +320,8 @@ def image_of(loaded: LoadedModel, workload: Workload) -> Tensor:
         shape = (getattr(config, "num_channels", 3), side, side)
     if shape is None:
         raise ModelError(
-            f"{workload.model} is no causal language model and does not say the shape of its pictures; give it: "
-            "--shape 3,224,224. Other models of text are not timed."
+            f"{workload.model} is no model of text and does not say the shape of its pictures; give it: "
+            "--shape 3,224,224."
         )
     dtype = next(loaded.module.parameters()).dtype
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -101,9 +101,9 @@ class RunningRow:
 
     Args:
         form: name of the form, such as "dense float32".
-        speed: tokens or images a second, median of the repetitions.
-        unit: "tokens/s" or "images/s".
-        prompt_speed: tokens of a prompt a second; None for a vision model.
+        speed: tokens, images or texts a second, median of the repetitions.
+        unit: "tokens/s", "images/s" or "texts/s".
+        prompt_speed: tokens of a prompt a second; None for a model that generates no text.
         held: bytes of all tensors in this form, by kind: "embeddings", "matrices", "others" (biases, norms, buffers),
             and "copies" that the compiled step keeps beside them.
         peak_bytes: greatest memory of the process while it ran; None where the system does not tell.
