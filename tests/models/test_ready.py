@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 from typer.testing import CliRunner
 
 import iobs
@@ -129,6 +130,32 @@ def test_language_model_runs_from_its_packed_file(tmp_path):
     with pytest.raises(ModelError, match="unpack it first"):
         packed.save(tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+def test_encoders_and_models_with_code_of_their_own_are_read(own_code, tmp_path, monkeypatch):
+    """transformers looks for a folder where an automatic class gets weights alone."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sizes = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    dense = BertModel(BertConfig(**sizes, num_attention_heads=2)).eval()
+    folder = tmp_path / "encoder"
+    dense.save_pretrained(folder)
+    if own_code:
+        (folder / "own_code.py").write_text("from transformers import BertModel\n\nclass Mine(BertModel):\n    pass\n")
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["Mine"], "auto_map": {"AutoModel": "own_code.Mine"}}
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        (folder / "modules.json").write_text("[]")  # of sentence-transformers
+    loaded = models.load(folder, trust_remote_code=own_code)
+    iobs.save_packed(loaded, tmp_path / "packed", precision="int8")
+    packed = open_packed(tmp_path / "packed", trust_remote_code=own_code).module
+    assert type(packed).__name__ == ("Mine" if own_code else "BertModel")
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        before, after = dense(ids).last_hidden_state, packed(ids).last_hidden_state
+    assert (after - before).norm() <= 5e-2 * before.norm()
 
 
 @pytest.mark.skipif(cpu.level() == "none", reason="the compiled step needs AVX-512 or AVX2")

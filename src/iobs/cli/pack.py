@@ -84,9 +84,11 @@ def pack(
         console.print_json({"output": str(target), "share_of_dense_bytes": share})
         return
     if precision is not None:
+        given = shlex.quote(str(target))
         out.print(
-            f"Written: {target}, {share:.1%} of the dense bytes (to run: iobs run {shlex.quote(str(target))} TEXT)"
+            f"Written: {target}, {share:.1%} of the dense bytes (a language model runs by: iobs run {given} TEXT)"
         )
+        out.print(f"Speed and memory on this machine: iobs bench {given}")
         return
     again = f"iobs pack --unpack {shlex.quote(str(target))}"
     out.print(f"Written: {target}, {share:.1%} of the dense bytes (to reverse: {again})")

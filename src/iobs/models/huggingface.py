@@ -92,6 +92,8 @@ def load_pretrained(
             encoder = (Path(source) / "modules.json").is_file()  # sentence-transformers, whose weights have no head
             automatic: Any = transformers.AutoModel
             chosen = automatic if encoder else _model_class(transformers, config, trust_remote_code)
+            if weights is not None:
+                chosen = _network_class(chosen, config, source, trust_remote_code)
             if dtype is None and not is_directory and getattr(config, "quantization_config", None) is None:
                 config.dtype = None  # makes "auto" the dtype of the files, not the dtype in the configuration
             module, info = chosen.from_pretrained(
@@ -285,6 +287,20 @@ def _model_class(transformers: ModuleType, config: PreTrainedConfig, trust_remot
         raise ModelError(f"transformers {transformers.__version__} has no model class {name!r}; {cure}.")
     automatic = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification)
     return next((auto for auto in automatic if type(config) in auto._model_mapping), transformers.AutoModel)
+
+
+def _network_class(chosen: Any, config: PreTrainedConfig, source: str | Path, trust_remote_code: bool) -> Any:
+    """The class of the network behind an automatic class, which loads no state dict alone; another class as it is."""
+    import transformers.dynamic_module_utils
+    from transformers.models.auto import auto_factory
+
+    mapping = getattr(chosen, "_model_mapping", None)
+    if mapping is None:
+        return chosen
+    code = (getattr(config, "auto_map", None) or {}).get(chosen.__name__) if trust_remote_code else None
+    if code is not None:
+        return transformers.dynamic_module_utils.get_class_from_dynamic_module(code, str(source))
+    return auto_factory._get_model_class(config, mapping)  # type: ignore[no-untyped-call]
 
 
 def _own_class(transformers: ModuleType, config: PreTrainedConfig) -> Any:
