@@ -195,7 +195,8 @@ def _observing(model: nn.Module, layers: Sequence[Layer]) -> Iterator[dict[str, 
     with observing_inputs(model, layers, POSITIONS) as observed:
 
         def note(layer: Layer, _: Tensor) -> None:
-            observed[layer.path].added = True
+            if layer.path in observed:
+                observed[layer.path].added = True
 
         with captured_additions(model, layers, note):
             yield observed
@@ -216,8 +217,9 @@ def _timing_outside(store: Store, chain: list[Block], seconds: list[float]) -> I
 
     def end(*_: object) -> None:
         note()
-        began, entered, left, ended = moments[0], moments[1], moments[-2], moments[-1]
-        seconds.append(entered - began + ended - left)
+        if len(moments) > 3:  # a block may be called several times
+            began, entered, left, ended = moments[0], moments[1], moments[-2], moments[-1]
+            seconds.append(entered - began + ended - left)
         moments.clear()
 
     first, last = (store.model.get_submodule(block.path) for block in (chain[0], chain[-1]))
