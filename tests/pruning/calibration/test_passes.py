@@ -116,3 +116,27 @@ def test_target_outputs_need_no_second_product_behind_a_shortcut(monkeypatch):
     _, expected, _ = swept(True)
     assert len(products) - few >= 2 * few  # without them also those of attention
     assert all(torch.equal(one, other) for one, other in zip(grams, expected, strict=True))
+
+
+def _with_hook(linear):
+    linear.register_forward_hook(lambda module, args, output: 3 * output)
+
+
+def _with_forward(linear):
+    linear.forward = lambda x: 3 * nn.functional.linear(x, linear.weight, linear.bias)
+
+
+@pytest.mark.parametrize("change", [_with_hook, _with_forward])
+def test_target_outputs_are_those_of_the_weights_where_a_function_changes_the_output(change, monkeypatch):
+    def weights():
+        torch.manual_seed(0)
+        model = families.LANGUAGE_MODELS["llama"][0]().eval()
+        for block in model.model.layers:
+            change(block.self_attn.o_proj)
+        iobs.prune(model, families.language_batches(), 0.5, "one-shot", allocation="uniform")
+        return model.state_dict()
+
+    found = weights()
+    monkeypatch.setattr("iobs.pruning.calibration.sweep._float32_outputs", lambda *_: None)
+    expected = weights()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -347,10 +347,12 @@ class TargetOutputs:
 def _float32_outputs(stream: Stream, layer: Layer, index: int) -> Tensor | None:
     """The outputs of a linear layer without its bias on a batch, (..., rows), that the stream needs anyway; or None.
 
-    Only those in float32 or wider, which are as exact as `layer_outputs`.
+    Only those in float32 or wider, which are as exact as `layer_outputs`, of modules whose output no function changes.
     """
     module = stream.model.get_submodule(layer.path)
     if stream.shortcuts is None or type(module) is not nn.Linear or module.weight.dtype.itemsize < 4:
+        return None
+    if module._forward_hooks or "forward" in vars(module):
         return None
     found = stream.shortcuts.output(stream.model, layer, index)
     return found if found is None or module.bias is None else found.sub_(module.bias)
