@@ -413,6 +413,21 @@ def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tm
         iobs.prune(Partly(), data, iobs.Budget(megabytes=0.006), "one-shot", allocation=allocation)
 
 
+@pytest.mark.parametrize("allocation", ["auto", "uniform"])
+@pytest.mark.parametrize("pattern", [iobs.Budget(bits_per_weight=6.0), iobs.Rate(4.0)])
+def test_bits_of_layers_that_no_sample_reaches_are_one_clear_error(pattern, allocation):
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unused, self.factors = nn.Linear(96, 160), nn.Parameter(torch.ones(96))
+
+        def forward(self, x):
+            return self.factors * x
+
+    with pytest.raises(LayerSelectionError, match="no layer received an input"):
+        iobs.prune(Unused(), [torch.randn(64, 96)], pattern, allocation=allocation)
+
+
 def test_budget_counts_experts_as_transformers_writes_them(tmp_path):
     """One by one, gates and ups apart: steps, tables and the header take more than for one tensor."""
     from transformers import MixtralConfig, MixtralForCausalLM

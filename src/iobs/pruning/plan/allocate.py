@@ -127,6 +127,8 @@ def _rates(workspace: Workspace, rate: Rate) -> dict[Layer, Pattern]:
         "rates", lambda: {layer.name: bits for layer, bits in rates(workspace, rate, layers).items()}
     )
     bits = {layer: values[layer.name] for layer in layers if layer.name in values}
+    if not bits:
+        return {}
     workspace.note(f"Bits of {len(bits)} layers: {min(bits.values()):.2f} to {max(bits.values()):.2f} a weight.")
     return {layer: replace(rate, bits=of_layer) for layer, of_layer in bits.items()}
 

@@ -46,7 +46,7 @@ _VALUES_HEAD = 9  # bytes of the head of its values
 
 @torch.no_grad()
 def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> dict[Layer, float]:
-    """Bits a weight of every layer that receives input.
+    """Bits a weight of every layer that receives input; none if no layer does, which the projection reports.
 
     Args:
         workspace: state of the run; the model is dense.
@@ -73,6 +73,8 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
+    if not octaves:
+        return {}
     return divided(_left_for(workspace, rate, octaves), {layer: layer.shape for layer in octaves}, octaves)
 
 
