@@ -80,6 +80,18 @@ def test_attention_has_all_bits_and_comes_back(positions, grad, monkeypatch):
             assert nn.functional.scaled_dot_product_attention(query, key, value) == "another"
 
 
+def test_attention_that_a_library_wraps_inside_does_not_call_itself(monkeypatch):
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", nn.functional.scaled_dot_product_attention)
+    query = torch.randn(2, 3, 20, 16)
+    with full_precision():
+        inner = nn.functional.scaled_dot_product_attention
+        nn.functional.scaled_dot_product_attention = lambda *args: inner(*args)
+    expected = nn.functional.scaled_dot_product_attention(query, query, query)
+    with full_precision():
+        found = nn.functional.scaled_dot_product_attention(query, query, query)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_attention_of_ragged_batches_is_left_to_torch():
     """A nested tensor has no length that can be compared."""

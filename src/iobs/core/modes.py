@@ -26,7 +26,7 @@ _EXACT = 1e-6  # relative error of products of float32, some 4e-7; that of input
 _lock = threading.Lock()
 _depth = 0  # of `full_precision`, in all threads together: the settings are those of the process
 _of_user: list[object] = []  # the settings outside of all `full_precision`, while there is one
-_usual_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention  # outside of them
+_usual_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 
 
 @contextmanager
@@ -37,13 +37,13 @@ def full_precision() -> Iterator[None]:
     it. Gram matrices, inverses and comparisons of networks need all bits. On processors of AMD with AVX-512 products
     then take half of torch's usual time (`_is_quick_and_exact`).
     """
-    global _depth, _of_user, _usual_attention
+    global _depth, _of_user
     with _lock:
         if not _depth:
             _of_user = _read()
             _write([full for _, _, full in _settings()], _of_user)
-            if _settings()[0][2] == "medium":  # oneDNN multiplies
-                _usual_attention = functional.scaled_dot_product_attention
+            # "medium": oneDNN multiplies. A library's own attention stays: set inside, it may call `_attention` itself.
+            if _settings()[0][2] == "medium" and functional.scaled_dot_product_attention is _usual_attention:
                 functional.scaled_dot_product_attention = _attention
         _depth += 1
     try:
