@@ -414,6 +414,25 @@ def test_matrices_that_no_sample_reaches_are_in_the_budget_as_they_are_stored(tm
 
 
 @pytest.mark.parametrize("allocation", ["auto", "uniform"])
+def test_budget_counts_matrices_that_only_late_samples_reach_as_coded(tmp_path, allocation):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.usual, self.late = nn.Embedding(50, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def forward(self, input_ids):
+            return {"logits": (self.late if input_ids[0, 0] == 0 else self.usual)(self.table(input_ids))}
+
+    windows = torch.randint(1, 50, (24, 4, 256))
+    windows[20:, :, 0] = 0  # behind the positions that bits are divided by
+    data = [{"input_ids": tokens} for tokens in windows]
+    model, budget = Branches(), iobs.Budget(megabytes=0.036)
+    iobs.prune(model, data, budget, allocation=allocation, include=["usual", "late"], holdout=0.0)
+    file = iobs.save_packed(model, tmp_path / "packed", dtype=torch.bfloat16) / "model.safetensors"
+    assert 0.98 * 36_000 < file.stat().st_size < 1.01 * 36_000
+
+
+@pytest.mark.parametrize("allocation", ["auto", "uniform"])
 @pytest.mark.parametrize("pattern", [iobs.Budget(bits_per_weight=6.0), iobs.Rate(4.0)])
 def test_bits_of_layers_that_no_sample_reaches_are_one_clear_error(pattern, allocation):
     class Unused(nn.Module):

@@ -22,6 +22,7 @@ from iobs.core.late import library_class, library_object
 from iobs.core.linalg import cholesky
 from iobs.core.patterns import Budget, Pattern, Rate
 from iobs.errors import PatternError, listed
+from iobs.pruning.calibration.sweep import Sweep
 from iobs.pruning.coverage import Reason
 from iobs.pruning.layerwise.patterns import patterns_of
 from iobs.pruning.network.layers import Layer, same_tensors
@@ -73,22 +74,41 @@ def divide_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> 
                 weight = weight * prices.to(weight.device).sqrt()[:, None]
             octaves[layer] = _octaves(weight, gram.own, settings[layer])
             workspace.callbacks.on_measure("spreads of layers", len(octaves), len(layers))
-    if not octaves:
-        return {}
-    return divided(_left_for(workspace, rate, octaves), {layer: layer.shape for layer in octaves}, octaves)
+    rate, others = _left_for(workspace, rate, sweep, octaves)
+    bits = divided(rate, {layer: layer.shape for layer in octaves}, octaves) if octaves else {}
+    return {**bits, **dict.fromkeys(others, rate.bits)}
 
 
 def equal_rate(workspace: Workspace, rate: Rate, layers: tuple[Layer, ...]) -> dict[Layer, float]:
     """The same bits a weight for every layer that receives input; arguments and errors as in `divide_rate`."""
     sweep = dense_sweep(workspace, layers, workspace.fit, Samples())
     reached = [layer for group in sweep.groups() for layer in group.layers]
-    return dict.fromkeys(reached, _left_for(workspace, rate, reached).bits)
+    rate, others = _left_for(workspace, rate, sweep, reached)
+    return dict.fromkeys([*reached, *others], rate.bits)
 
 
-def _left_for(workspace: Workspace, rate: Rate, coded: Collection[Layer]) -> Rate:
-    """The rate of the layers that receive input: of a budget what is left beside the others, which stay dense."""
+def _left_for(
+    workspace: Workspace, rate: Rate, sweep: Sweep, reached: Collection[Layer]
+) -> tuple[Rate, tuple[Layer, ...]]:
+    """The rate of the layers that receive input: of a budget what is left beside the others, which stay dense.
+
+    Args:
+        workspace: state of the run.
+        rate: of all layers together.
+        sweep: of a part of the samples, at its end.
+        reached: the layers that these reach.
+
+    Returns:
+        The rate, and the layers of a budget that only other samples of the run reach: they are coded too.
+    """
+    missed = tuple(sweep.without_input)
+    others: tuple[Layer, ...] = ()
+    if workspace.request.in_file and missed:
+        rest = replace(sweep, calibration=workspace.portion(0), heldout=workspace.heldout, layers=missed, tables={})
+        others = tuple(layer for group in rest.groups() for layer in group.layers)
+    coded = [*reached, *others]
     dense = [layer for layer in workspace.request.in_file if layer not in coded]
-    return _beside(rate, dense, coded, workspace.store.model) if dense and coded else rate
+    return (_beside(rate, dense, coded, workspace.store.model) if dense and coded else rate), others
 
 
 def _beside(rate: Rate, dense: Sequence[Layer], coded: Collection[Layer], model: nn.Module) -> Rate:
