@@ -75,6 +75,7 @@ class Remaining:
         self._first: dict[str, list[tuple[float, float, float]]] = {}  # units, seconds, and most seconds as forecast
         self._later: dict[str, float] = {}  # seconds by part, after its first entries
         self._over: set[str] = set()
+        self._order: list[str] = []  # of the parts that were forecast
         self._weights: Mapping[str, float] = {}
         self._last = clock()
 
@@ -83,6 +84,7 @@ class Remaining:
         if not self._done:
             self._last = self._clock()  # the preparations before the first unit belong to no part
         self._parts = {part.name: part for part in forecast.parts}
+        self._order = [*self._parts]
         self._weights = forecast.weights
 
     def expect_part(self, name: str, units: int) -> None:
@@ -118,7 +120,7 @@ class Remaining:
         else:
             self._later[name] = self._later.get(name, 0.0) + taken
         self._done[name] = self._done.get(name, 0.0) + units
-        earlier = [*self._parts][: [*self._parts].index(name)]
+        earlier = self._order[: self._order.index(name)] if name in self._order else []
         self._over |= {other for other in earlier if self._parts[other].once}
 
     @property

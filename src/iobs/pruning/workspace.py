@@ -265,6 +265,7 @@ class Workspace:
                 fisher, moments={layer: self.checkpoint.get(_key_of_moment(layer))[0]["moment"] for layer in layers}
             )
         fisher = self._measured_fisher()
+        self.callbacks.on_measure("prices of rows", 1, 1)
         for layer, moment in fisher.moments.items():  # an entry each: one is in memory while it is written
             self.checkpoint.put(_key_of_moment(layer), {"moment": moment}, {})
         self.checkpoint.put(_FISHER, fisher.tensors(), {})

@@ -243,9 +243,10 @@ def test_layers_with_a_pattern_by_a_rule_have_no_curves(network):
     selection = driver.selected_for(store, pattern, None, None, False)
     _, request = driver.requested(model, recipe, pattern, selection, 0.1, 0, None)
     with evaluating(model):
-        curves, _, losses = Foresight.of(store, request, data).forecast(recipe).parts
+        rows, curves, _, losses = Foresight.of(store, request, data).forecast(recipe).parts
     iobs.prune(model, data, pattern, recipe, callbacks=[listener])
-    assert [curves.name] * curves.units + [losses.name] == tasks == ["error curves of layers"] * 2 + ["losses"]
+    foretold = [rows.name, *[curves.name] * curves.units, losses.name]
+    assert foretold == tasks == ["prices of rows", *["error curves of layers"] * 2, "losses"]
 
 
 class Quiet(SmallTransformer):
@@ -266,7 +267,7 @@ def test_without_gradients_nothing_is_divided_and_no_curve_is_foretold():
     times = [each.forecast(form).phases["allocation"] for each, form in ((foresight, recipe), (foresight, uniform))]
     assert times[0] == times[1] < priced.forecast(recipe).phases["allocation"]
     iobs.prune(Quiet(), token_batches(), 0.5, recipe, callbacks=[listener])
-    assert tasks == ["losses"]
+    assert tasks == ["prices of rows", "losses"]
 
 
 @pytest.mark.parametrize("kind", [Quiet, SmallTransformer])

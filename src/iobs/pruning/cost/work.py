@@ -468,29 +468,29 @@ def _allocation(workload: Work, prices: Prices, recipe: Recipe, pattern: Pattern
     workload = replace(workload, layers=divided or workload.layers)
     if allocation.criterion == "uniform" and not weighs_rows(recipe, pattern):
         return []
-    pieces = {"allocation": _FISHER_PASSES * prices.whole * workload.length * _priced_samples(workload)}
-    if allocation.criterion != "uniform":
-        fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
-        tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
-        judges = _judges_of_trials(workload, TRIAL_SAMPLES // len(workload.layers))
-        for layer in workload.layers:
-            rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
-            settings, levels = fast.for_layer(layer.name), len(LEVELS) if layer in whole else 1
-            of_layer = Solves(settings, prices.of_curves or prices)
-            single += of_layer.seconds(layer, rows=rows)
-            if workload.ranks == 1 and can_share([layer] * levels, [settings] * levels):
-                solves += of_layer.seconds(layer, rows=rows * levels)
-            else:
-                solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
-            if judges:  # a trial of the layer with all its rows
-                solves += of_layer.seconds(layer) + _FRAGMENTS * judges * prices.whole
-            grams += _gram_seconds(workload, prices, layer, 1, tokens)
-        passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
-        # Bits are divided by the spreads of layers alone, without solves.
-        pieces["allocation"] += (0.0 if isinstance(pattern, Rate) else solves) + grams + passes
-    mean = pieces["allocation"] / len(workload.layers)
+    parts = [_row_prices(workload, prices)]
+    if allocation.criterion == "uniform":
+        return parts
+    fast, whole = recipe_of_curves(recipe), {*with_whole_curves([*workload.layers])}
+    tokens, grams = min(workload.positions, CURVE_TOKENS), 0.0
+    judges = _judges_of_trials(workload, TRIAL_SAMPLES // len(workload.layers))
+    for layer in workload.layers:
+        rows = layer.shape[0] / layer.groups / row_step(layer.shape[0], layer.groups)
+        settings, levels = fast.for_layer(layer.name), len(LEVELS) if layer in whole else 1
+        of_layer = Solves(settings, prices.of_curves or prices)
+        single += of_layer.seconds(layer, rows=rows)
+        if workload.ranks == 1 and can_share([layer] * levels, [settings] * levels):
+            solves += of_layer.seconds(layer, rows=rows * levels)
+        else:
+            solves += of_layer.seconds(layer, rows=rows) * levels / min(workload.ranks, levels)
+        if judges:  # a trial of the layer with all its rows
+            solves += of_layer.seconds(layer) + _FRAGMENTS * judges * prices.whole
+        grams += _gram_seconds(workload, prices, layer, 1, tokens)
+    passes = (_passes_of_groups(workload, prices) + _one_pass(workload, prices)) * tokens / workload.positions
+    # Bits are divided by the spreads of layers alone, without solves.
+    mean = ((0.0 if isinstance(pattern, Rate) else solves) + grams + passes) / len(workload.layers)
     task = "spreads of layers" if isinstance(pattern, Rate) else "error curves of layers"
-    parts = [Part(task, len(workload.layers), mean, once=True, phases={"allocation": mean})]
+    parts.append(Part(task, len(workload.layers), mean, once=True, phases={"allocation": mean}))
     judges = min(PROBE, PROBE_TOKENS / workload.length, _judges(workload))
     searched = allocation.criterion == "search" or (
         allocation.criterion == "auto"
@@ -514,20 +514,22 @@ def _unit_curves(workload: Work, prices: Prices, recipe: Recipe, pattern: Struct
     levels = len(UNIT_LEVELS)
     trials = 2 * TRIAL_SAMPLES // (levels * workload.sites)
     judges = _judges_of_trials(workload, trials)
-    passes = _FISHER_PASSES * _priced_samples(workload) + _FRAGMENTS * judges * (workload.sites * levels + 1)
-    seconds = prices.whole * workload.length * passes
+    seconds = prices.whole * workload.length * _FRAGMENTS * judges * (workload.sites * levels + 1)
     seconds += share * (_passes_of_groups(workload, prices) + _one_pass(workload, prices))
     for layer in workload.layers:
         seconds += _gram_seconds(workload, prices, layer, 1, share * workload.positions)
         seconds += 2 * Solves(recipe.for_layer(layer.name), prices, grouped=True).seconds(layer)  # no unit is left
     mean = seconds / workload.sites
-    return [Part("effects of widths", workload.sites, mean, once=True, phases={"allocation": mean})]
+    effects = Part("effects of widths", workload.sites, mean, once=True, phases={"allocation": mean})
+    return [_row_prices(workload, prices), effects]
 
 
-def _priced_samples(workload: Work) -> float:
-    """The number of samples of this rank that rows are priced on."""
+def _row_prices(workload: Work, prices: Prices) -> Part:
+    """The prices of rows, from one backward pass of the samples of this rank that rows are priced on."""
     fit = workload.samples * (1 - workload.held_out)
-    return min(PROBE, PRICED_TOKENS / workload.length, fit) / workload.ranks
+    samples = min(PROBE, PRICED_TOKENS / workload.length, fit) / workload.ranks
+    seconds = _FISHER_PASSES * prices.whole * workload.length * samples
+    return Part("prices of rows", 1, seconds, once=True, phases={"allocation": seconds})
 
 
 def _judges_of_trials(workload: Work, most: int) -> float:
