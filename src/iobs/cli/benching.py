@@ -24,7 +24,7 @@ from iobs.core.memory import available
 from iobs.core.structured import Runtime, require_known_runtime
 from iobs.errors import ModelError, first_line
 from iobs.inference import accelerate
-from iobs.inference.choices import Precision
+from iobs.inference.choices import Precision, called
 from iobs.inference.decodable import most_tokens, undecodable
 from iobs.inference.decoder import Decoder, generated
 from iobs.inference.fused import FusedForward
@@ -254,8 +254,9 @@ def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetit
 
         def compute() -> Timing:
             started = time.perf_counter()
-            for _ in range(workload.tokens):
-                _called(loaded.module, sample)
+            with torch.no_grad():
+                for _ in range(workload.tokens):
+                    called(loaded.module, sample)
             return Timing(unit, workload.tokens / (time.perf_counter() - started))
 
         return Repetition(compute)
@@ -286,11 +287,6 @@ def repetition(loaded: LoadedModel, workload: Workload, stored: bool) -> Repetit
 
 
 @torch.no_grad()
-def _called(module: nn.Module, sample: Tensor | dict[str, Tensor]) -> object:
-    """The output of a module for one sample."""
-    return module(**sample) if isinstance(sample, dict) else module(sample)
-
-
 def accepted_input(loaded: LoadedModel, workload: Workload) -> Tensor | dict[str, Tensor]:
     """The sample of `input_of`, which the model takes.
 
@@ -299,7 +295,7 @@ def accepted_input(loaded: LoadedModel, workload: Workload) -> Tensor | dict[str
     """
     sample = input_of(loaded, workload)
     try:
-        _called(loaded.module, sample)
+        called(loaded.module, sample)
     except Exception as error:  # models refuse inputs in any way
         kind = "token ids alone" if isinstance(sample, dict) else f"pictures of the shape {tuple(sample.shape[1:])}"
         raise ModelError(f"{workload.model} does not take {kind}, and is not timed: {first_line(error)}") from error

@@ -89,12 +89,14 @@ def weights_read(model: nn.Module, example: object) -> list[str]:
 def _run(model: nn.Module, example: object) -> None:
     """A forward pass as in inference: it changes no statistics of a batch norm."""
     with in_eval_mode(model):
-        if isinstance(example, Mapping):
-            model(**example)
-        elif isinstance(example, (tuple, list)):
-            model(*example)
-        else:
-            model(example)
+        called(model, example)
+
+
+def called(model: nn.Module, example: object) -> object:
+    """The output of a model for an example: a tensor, or a tuple or a mapping of arguments."""
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, (tuple, list)) else model(example)
 
 
 Precision = Literal["bf16", "int8", "int4"]
